@@ -1,0 +1,9 @@
+//! What an Outrider model on disk is.
+//!
+//! This crate owns the bundle manifest, its digests, the fetch locks and the facts that are read from ONNX files.
+//! It links neither ONNX Runtime nor an HTTP stack, so every tool of the workspace can use it.
+
+pub mod manifest;
+pub mod onnx;
+
+pub use manifest::Manifest;
