@@ -5,4 +5,6 @@
 
 pub mod request;
 
-pub use request::{EngineError, Event, FinishReason, Request, Sampling, SubmitError, TokenLogprobs, Usage};
+pub use request::{
+    EngineError, Event, FinishReason, Request, Sampling, SubmitError, TokenLogprobs, Usage,
+};

@@ -124,7 +124,9 @@ pub enum SubmitError {
     #[error("the prompt is empty")]
     EmptyPrompt,
     /// The prompt leaves no room for one generated token.
-    #[error("the prompt has {prompt_tokens} tokens; at most {limit_tokens} fit with room for one more")]
+    #[error(
+        "the prompt has {prompt_tokens} tokens; at most {limit_tokens} fit with room for one more"
+    )]
     PromptTooLong {
         /// Tokens of the prompt.
         prompt_tokens: usize,
@@ -132,7 +134,9 @@ pub enum SubmitError {
         limit_tokens: usize,
     },
     /// Prompt and completion together exceed the context.
-    #[error("the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for; the context holds {context_tokens}")]
+    #[error(
+        "the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for; the context holds {context_tokens}"
+    )]
     ContextExceeded {
         /// Tokens of the prompt.
         prompt_tokens: usize,

@@ -1,1 +1,3 @@
-//! To come.
+//! Models as ONNX Runtime sees them: the runtime itself, sessions, bindings and KV memory.
+
+pub mod runtime;
