@@ -4,7 +4,9 @@
 //! Callers hold an [`EngineHandle`] and receive [`Event`]s; dropping the receiver cancels the request.
 
 pub mod request;
+pub mod status;
 
 pub use request::{
     EngineError, Event, FinishReason, Request, Sampling, SubmitError, TokenLogprobs, Usage,
 };
+pub use status::{EngineStatus, LosslessClass, ModelLimits, Phase};

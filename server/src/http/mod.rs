@@ -1,1 +1,3 @@
-//! To come.
+//! The OpenAI-compatible interface: the only place that knows OpenAI shapes.
+
+pub mod backend;

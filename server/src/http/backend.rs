@@ -1,0 +1,70 @@
+//! What the HTTP layer needs from the layers below, as one trait, so that routes are tested with a fake model.
+
+use outrider_bundle::manifest::GenerationDefaults;
+use serde_json::{Map, Value};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use crate::engine::{EngineStatus, Event, ModelLimits, Request, SubmitError};
+
+/// A loaded model that takes requests.
+pub trait Backend: Send + Sync + 'static {
+    /// Who the model is.
+    fn card(&self) -> &ModelCard;
+
+    /// What the model accepts.
+    fn limits(&self) -> ModelLimits;
+
+    /// How the engine is.
+    fn status(&self) -> EngineStatus;
+
+    /// Validates and queues a request; dropping the receiver cancels it.
+    fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError>;
+
+    /// Tokens of a plain prompt, with a beginning-of-sequence token where the model wants one.
+    fn encode_prompt(&self, text: &str) -> Vec<u32>;
+
+    /// Tokens of a conversation rendered by the model's chat template, ready for the assistant's answer.
+    fn encode_chat(
+        &self,
+        messages: &[ChatMessage],
+        kwargs: Map<String, Value>,
+    ) -> Result<Vec<u32>, ChatError>;
+
+    /// The bytes a token stands for; not always whole characters.
+    fn token_bytes(&self, id: u32) -> Vec<u8>;
+}
+
+/// Who a loaded model is.
+#[derive(Clone, Debug)]
+pub struct ModelCard {
+    /// The name callers use.
+    pub name: String,
+    /// Lower-case hexadecimal SHA-256 of the bundle manifest.
+    pub bundle_digest: String,
+    /// Values for request fields that are left out.
+    pub generation: GenerationDefaults,
+    /// Whether a draft model is loaded.
+    pub draft: bool,
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChatMessage {
+    /// `system`, `developer`, `user`, `assistant` or `tool`.
+    pub role: String,
+    /// Plain text.
+    pub content: String,
+    /// Name of the author, when given.
+    pub name: Option<String>,
+}
+
+/// Why a conversation could not be turned into tokens.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChatError {
+    /// The bundle has no chat template.
+    #[error("the model has no chat template")]
+    NoTemplate,
+    /// The template refused the conversation, in its own words.
+    #[error("{0}")]
+    Refused(String),
+}
