@@ -3,7 +3,14 @@
 //! This crate owns the bundle manifest, its digests, the fetch locks and the facts that are read from ONNX files.
 //! It links neither ONNX Runtime nor an HTTP stack, so every tool of the workspace can use it.
 
+pub mod digest;
 pub mod manifest;
 pub mod onnx;
+pub mod paths;
+pub mod verify;
+
+#[cfg(test)]
+mod testing;
 
 pub use manifest::Manifest;
+pub use verify::VerifiedBundle;

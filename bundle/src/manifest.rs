@@ -2,13 +2,29 @@
 //!
 //! The manifest is the only thing that says what a bundle is.
 //! It refuses unknown fields and unknown schema versions, and holds no path that leaves the bundle directory.
+//! A [`Manifest`] says nothing yet about the files beside it: that is [`crate::verify`].
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
+use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::digest::{is_sha256, sha256_hex, write_atomic};
+use crate::paths::check_relative;
 
 /// Name of the manifest inside a bundle directory.
 pub const FILE_NAME: &str = "bundle.json";
+
+/// Name under which a manifest is written before it is renamed to [`FILE_NAME`].
+pub const ASIDE_NAME: &str = ".bundle.json.partial";
+
+/// Largest manifest that is read, in bytes; some ten thousand files fit.
+pub const MAX_BYTES: u64 = 4 << 20;
 
 /// The schema version this build reads and writes.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -22,6 +38,7 @@ pub struct Manifest {
     /// Model name as callers see it in `/v1/models`.
     pub name: String,
     /// Every file of the bundle except the manifest, keyed by its path relative to the bundle directory, with `/` as separator.
+    #[serde(deserialize_with = "unique_keys")]
     pub files: BTreeMap<String, FileEntry>,
     /// Facts about the target.
     pub target: TargetFacts,
@@ -33,6 +50,7 @@ pub struct Manifest {
     /// Defaults for requests that leave a field out.
     pub generation: GenerationDefaults,
     /// Tools that made the bundle, name to version.
+    #[serde(deserialize_with = "unique_keys")]
     pub tools: BTreeMap<String, String>,
     /// Inputs the bundle was made from.
     pub sources: Vec<Source>,
@@ -172,4 +190,536 @@ pub struct Source {
     /// SPDX licence expression, when known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub licence: Option<String>,
+}
+
+/// Why there is no manifest to speak of.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// The file can't be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The manifest file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file can't be written.
+    #[error("cannot write {path}")]
+    Write {
+        /// The manifest file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file is larger than any manifest.
+    #[error("the manifest is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// The file was written for another version of the format.
+    #[error("schema_version is {found}, this build reads {SCHEMA_VERSION}")]
+    SchemaVersion {
+        /// The version in the file.
+        found: u64,
+    },
+    /// The text is no JSON of the manifest's form.
+    #[error("the manifest is not of the expected form")]
+    Form(#[source] serde_json::Error),
+    /// The form is right and values are not; all faults.
+    #[error("the manifest holds {} invalid value{}", .0.len(), if .0.len() == 1 { "" } else { "s" })]
+    Values(Vec<FieldFault>),
+}
+
+impl ManifestError {
+    /// One line per thing that is wrong, without the chain of sources having to be walked.
+    pub fn lines(&self) -> Vec<String> {
+        match self {
+            Self::Read { source, .. } | Self::Write { source, .. } => {
+                vec![format!("{self}: {source}")]
+            }
+            Self::Form(source) => vec![format!("{self}: {source}")],
+            Self::Values(faults) => faults.iter().map(ToString::to_string).collect(),
+            Self::TooLarge | Self::SchemaVersion { .. } => vec![self.to_string()],
+        }
+    }
+}
+
+/// One field of a manifest with a value that can't be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: {problem}")]
+pub struct FieldFault {
+    /// Path of the field, such as `target.graph`.
+    pub field: String,
+    /// The value and what is allowed.
+    pub problem: String,
+}
+
+/// The part that every version of the format has.
+#[derive(Deserialize)]
+struct Version {
+    schema_version: u64,
+}
+
+impl Manifest {
+    /// Reads `bundle.json` of a bundle directory. The files beside it aren't looked at.
+    pub fn load(dir: &Path) -> Result<Self, ManifestError> {
+        let path = dir.join(FILE_NAME);
+        let mut bytes = Vec::new();
+        let read =
+            File::open(&path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
+        match read {
+            Ok(_) => Self::parse(&bytes),
+            Err(source) => Err(ManifestError::Read { path, source }),
+        }
+    }
+
+    /// Reads a manifest from the text of a `bundle.json`; whatever it returns passed [`Manifest::check`].
+    pub fn parse(bytes: &[u8]) -> Result<Self, ManifestError> {
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(ManifestError::TooLarge);
+        }
+        // The version comes first: of a later format it is the only thing that can be said with certainty.
+        let Version { schema_version } =
+            serde_json::from_slice(bytes).map_err(ManifestError::Form)?;
+        if schema_version != u64::from(SCHEMA_VERSION) {
+            return Err(ManifestError::SchemaVersion {
+                found: schema_version,
+            });
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(ManifestError::Form)?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    /// The bytes that [`Manifest::digest`] is taken of: JSON with sorted keys and no white space, in UTF-8.
+    pub fn canonical_json(&self) -> Vec<u8> {
+        // By way of text, so that a 32-bit float keeps its shortest decimal form.
+        let text =
+            serde_json::to_vec(self).expect("a manifest has string keys and finite numbers only");
+        let mut value: Value =
+            serde_json::from_slice(&text).expect("this is the text of a moment ago");
+        value.sort_all_objects();
+        serde_json::to_vec(&value).expect("a JSON value can be written")
+    }
+
+    /// The bundle digest: lower-case hexadecimal SHA-256 of the canonical JSON. It names the whole bundle, since the manifest holds every file's digest.
+    pub fn digest(&self) -> String {
+        sha256_hex(&self.canonical_json())
+    }
+
+    /// Writes `bundle.json` into a bundle directory, whole or not at all.
+    pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
+        self.check()?;
+        let path = dir.join(FILE_NAME);
+        let mut text = serde_json::to_vec_pretty(self)
+            .expect("a manifest has string keys and finite numbers only");
+        text.push(b'\n');
+        write_atomic(&path, &dir.join(ASIDE_NAME), &text)
+            .map_err(|source| ManifestError::Write { path, source })
+    }
+
+    /// Checks every value that can be checked without the files; all faults at once.
+    pub fn check(&self) -> Result<(), ManifestError> {
+        if self.schema_version != SCHEMA_VERSION {
+            return Err(ManifestError::SchemaVersion {
+                found: self.schema_version.into(),
+            });
+        }
+        let mut check = Check {
+            files: &self.files,
+            faults: Vec::new(),
+        };
+        check.name("name", &self.name);
+        for (path, entry) in &self.files {
+            let field = format!("files.{path:?}");
+            if let Err(error) = check_relative(path) {
+                check.fault(&field, format!("the path {error}"));
+            }
+            if [FILE_NAME, ASIDE_NAME].contains(&path.as_str()) {
+                check.fault(&field, "the manifest doesn't list itself".to_owned());
+            }
+            check.sha256(&format!("{field}.sha256"), &entry.sha256);
+        }
+        check.target(&self.target);
+        if let Some(draft) = &self.draft {
+            check.draft(draft, &self.target);
+        }
+        check.listed("text.tokenizer", &self.text.tokenizer);
+        if let Some(template) = &self.text.chat_template {
+            check.listed("text.chat_template", template);
+        }
+        check.generation(&self.generation, &self.target);
+        for (index, source) in self.sources.iter().enumerate() {
+            check.sha256(&format!("sources[{index}].sha256"), &source.sha256);
+        }
+        if check.faults.is_empty() {
+            Ok(())
+        } else {
+            Err(ManifestError::Values(check.faults))
+        }
+    }
+}
+
+/// Collects the faults of a manifest.
+struct Check<'a> {
+    files: &'a BTreeMap<String, FileEntry>,
+    faults: Vec<FieldFault>,
+}
+
+impl Check<'_> {
+    fn fault(&mut self, field: &str, problem: String) {
+        self.faults.push(FieldFault {
+            field: field.to_owned(),
+            problem,
+        });
+    }
+
+    fn name(&mut self, field: &str, name: &str) {
+        if name.is_empty() || name.len() > 256 || name.chars().any(char::is_control) {
+            self.fault(
+                field,
+                format!(
+                    "{name:?} is no name, allowed are 1 to 256 bytes without control characters"
+                ),
+            );
+        }
+    }
+
+    fn sha256(&mut self, field: &str, digest: &str) {
+        if !is_sha256(digest) {
+            self.fault(
+                field,
+                format!("{digest:?} is no SHA-256, must be 64 lower-case hexadecimal digits"),
+            );
+        }
+    }
+
+    fn listed(&mut self, field: &str, path: &str) {
+        if !self.files.contains_key(path) {
+            self.fault(field, format!("{path:?} is not among the files"));
+        }
+    }
+
+    fn positive(&mut self, fields: &[(&str, usize)]) {
+        for &(field, value) in fields {
+            if value == 0 || value > MAX_FACT {
+                self.fault(
+                    field,
+                    format!("{value} is out of range, allowed is 1 to {MAX_FACT}"),
+                );
+            }
+        }
+    }
+
+    fn layer_ids(&mut self, field: &str, ids: &[usize], layers: usize) {
+        if let Some(id) = ids.iter().find(|&&id| id >= layers) {
+            self.fault(
+                field,
+                format!("there is no layer {id}, the target has {layers}"),
+            );
+        }
+        let distinct: BTreeSet<_> = ids.iter().collect();
+        if distinct.len() != ids.len() {
+            self.fault(field, format!("{ids:?} names a layer twice"));
+        }
+    }
+
+    fn target(&mut self, target: &TargetFacts) {
+        self.listed("target.graph", &target.graph);
+        self.name("target.architecture", &target.architecture);
+        self.positive(&[
+            ("target.layers", target.layers),
+            ("target.hidden_size", target.hidden_size),
+            ("target.kv_heads", target.kv_heads),
+            ("target.head_dim", target.head_dim),
+            ("target.vocab_size", target.vocab_size),
+            ("target.context_tokens", target.context_tokens),
+        ]);
+        if !KV_DTYPES.contains(&target.kv_dtype.as_str()) {
+            self.fault(
+                "target.kv_dtype",
+                format!(
+                    "{:?} is unknown, allowed are {}",
+                    target.kv_dtype,
+                    KV_DTYPES.join(", ")
+                ),
+            );
+        }
+        self.layer_ids("target.taps", &target.taps, target.layers);
+    }
+
+    fn draft(&mut self, draft: &DraftFacts, target: &TargetFacts) {
+        self.listed("draft.graph", &draft.graph);
+        self.name("draft.architecture", &draft.architecture);
+        self.positive(&[
+            ("draft.block_size", draft.block_size),
+            ("draft.top_k", draft.top_k),
+            ("draft.context_tokens", draft.context_tokens),
+        ]);
+        if draft.mask_token_id as usize >= target.vocab_size {
+            let problem = format!(
+                "{} is no token, the vocabulary has {}",
+                draft.mask_token_id, target.vocab_size
+            );
+            self.fault("draft.mask_token_id", problem);
+        }
+        if draft.target_layer_ids != target.taps {
+            let problem = format!(
+                "{:?} must be the taps of the target, {:?}",
+                draft.target_layer_ids, target.taps
+            );
+            self.fault("draft.target_layer_ids", problem);
+        }
+    }
+
+    fn generation(&mut self, generation: &GenerationDefaults, target: &TargetFacts) {
+        if let Some(id) = generation
+            .eos_token_ids
+            .iter()
+            .find(|&&id| id as usize >= target.vocab_size)
+        {
+            self.fault(
+                "generation.eos_token_ids",
+                format!("{id} is no token, the vocabulary has {}", target.vocab_size),
+            );
+        }
+        if let Some(temperature) = generation
+            .temperature
+            .filter(|value| !(0.0..=100.0).contains(value))
+        {
+            self.fault(
+                "generation.temperature",
+                format!("{temperature} is out of range, allowed is 0 to 100"),
+            );
+        }
+        if let Some(top_p) = generation
+            .top_p
+            .filter(|value| !(*value > 0.0 && *value <= 1.0))
+        {
+            self.fault(
+                "generation.top_p",
+                format!("{top_p} is out of range, allowed is above 0 and up to 1"),
+            );
+        }
+    }
+}
+
+/// Element types of the KV cache, as `target.kv_dtype` names them.
+pub const KV_DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
+
+/// Upper bound of every size among the facts: products of two of them fit into 64 bits.
+const MAX_FACT: usize = 1 << 30;
+
+/// Reads a map and refuses a key that comes twice, which serde would let the later entry win.
+fn unique_keys<'de, D, V>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error>
+where
+    D: Deserializer<'de>,
+    V: Deserialize<'de>,
+{
+    struct Unique<V>(std::marker::PhantomData<V>);
+
+    impl<'de, V: Deserialize<'de>> Visitor<'de> for Unique<V> {
+        type Value = BTreeMap<String, V>;
+
+        fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
+            formatter.write_str("a map")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
+            let mut map = BTreeMap::new();
+            while let Some(key) = access.next_key::<String>()? {
+                if map.contains_key(&key) {
+                    return Err(serde::de::Error::custom(format_args!(
+                        "duplicate key {key:?}"
+                    )));
+                }
+                map.insert(key, access.next_value()?);
+            }
+            Ok(map)
+        }
+    }
+
+    deserializer.deserialize_map(Unique(std::marker::PhantomData))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::testing::{manifest_json, sample_manifest};
+
+    fn lines(text: &str) -> Vec<String> {
+        Manifest::parse(text.as_bytes()).unwrap_err().lines()
+    }
+
+    #[test]
+    fn what_is_written_is_what_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let manifest = sample_manifest();
+        manifest.write(dir.path()).unwrap();
+        assert_eq!(Manifest::load(dir.path()).unwrap(), manifest);
+        assert_eq!(
+            fs::read_dir(dir.path()).unwrap().count(),
+            1,
+            "nothing is left aside"
+        );
+    }
+
+    #[test]
+    fn the_digest_is_that_of_sorted_json_without_spaces() {
+        let mut manifest = sample_manifest();
+        manifest.generation.temperature = Some(0.6);
+        let canonical = String::from_utf8(manifest.canonical_json()).unwrap();
+        assert!(
+            canonical.starts_with(r#"{"files":{"chat_template.jinja":{"sha256":""#),
+            "{canonical}"
+        );
+        assert!(
+            canonical
+                .contains(r#""generation":{"eos_token_ids":[2],"temperature":0.6},"name":"tiny""#),
+            "{canonical}"
+        );
+        assert!(!canonical.contains(' '), "{canonical}");
+        assert_eq!(manifest.digest(), sha256_hex(canonical.as_bytes()));
+    }
+
+    #[test]
+    fn the_digest_depends_on_content_and_not_on_layout() {
+        let manifest = sample_manifest();
+        let compact = serde_json::to_vec(&manifest).unwrap();
+        let mut reversed = serde_json::to_value(&manifest).unwrap();
+        let entries: Vec<_> = reversed
+            .as_object()
+            .unwrap()
+            .clone()
+            .into_iter()
+            .rev()
+            .collect();
+        *reversed.as_object_mut().unwrap() = entries.into_iter().collect();
+        for text in [compact, serde_json::to_vec_pretty(&reversed).unwrap()] {
+            assert_eq!(Manifest::parse(&text).unwrap().digest(), manifest.digest());
+        }
+        let mut other = manifest.clone();
+        other.files.get_mut("model.onnx").unwrap().size_bytes += 1;
+        assert_ne!(other.digest(), manifest.digest());
+    }
+
+    #[test]
+    fn bad_form_is_refused() {
+        let good = manifest_json();
+        for (text, expected) in [
+            (
+                good.replace("\"name\"", "\"colour\": 1, \"name\""),
+                "unknown field `colour`",
+            ),
+            (
+                good.replace("\"kv_heads\"", "\"kv_head\""),
+                "unknown field `kv_head`",
+            ),
+            (
+                good.replace("\"portable\"", "\"magic\""),
+                "unknown variant `magic`",
+            ),
+            (
+                good.replace("\"name\": \"tiny\",", ""),
+                "missing field `name`",
+            ),
+            (
+                good.replace("\"tokenizer.json\": {", "\"model.onnx\": {"),
+                "duplicate key \"model.onnx\"",
+            ),
+            (
+                good.replace(
+                    "\"name\": \"tiny\"",
+                    "\"name\": \"tiny\", \"name\": \"tiny\"",
+                ),
+                "duplicate field `name`",
+            ),
+            (good[..good.len() / 2].to_owned(), "EOF while parsing"),
+            (good.clone() + "}", "trailing characters"),
+            ("[".repeat(10_000), "invalid type: sequence"),
+            (String::new(), "EOF while parsing"),
+            ("\0\0".to_owned(), "expected value"),
+        ] {
+            let lines = lines(&text).join("\n");
+            assert!(lines.contains(expected), "{expected}: {lines}");
+        }
+    }
+
+    #[test]
+    fn another_schema_version_is_named_before_anything_else() {
+        assert_eq!(
+            lines(r#"{"schema_version": 2, "whatever": true}"#),
+            ["schema_version is 2, this build reads 1"]
+        );
+        assert!(lines(r#"{"schema_version": "1"}"#)[0].contains("invalid type: string"));
+    }
+
+    #[test]
+    fn every_bad_value_is_named_at_once() {
+        let text = manifest_json()
+            .replace("\"model.onnx\": {", "\"../model.onnx\": {")
+            .replace("\"tokenizer.json\": {", "\"/etc/tokenizer.json\": {")
+            .replace("\"layers\": 2", "\"layers\": 0")
+            .replace("\"float32\"", "\"float64\"")
+            .replace(
+                "\"eos_token_ids\": [\n      2\n",
+                "\"eos_token_ids\": [\n      99\n",
+            );
+        insta::assert_snapshot!(lines(&text).join("\n"));
+    }
+
+    #[test]
+    fn a_digest_that_is_none_is_refused() {
+        let good = manifest_json();
+        let digest = &sample_manifest().files["model.onnx"].sha256;
+        for bad in ["", "abc", &digest.to_uppercase()] {
+            assert!(
+                lines(&good.replace(digest.as_str(), bad))[0]
+                    .contains("64 lower-case hexadecimal digits"),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_manifest_of_any_size_is_refused_without_being_read_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        // Sparse: reading it whole would take 100 MB of memory and none of disk.
+        File::create(dir.path().join(FILE_NAME))
+            .unwrap()
+            .set_len(100 << 20)
+            .unwrap();
+        assert!(matches!(
+            Manifest::load(dir.path()),
+            Err(ManifestError::TooLarge)
+        ));
+    }
+
+    #[test]
+    fn a_missing_manifest_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Manifest::load(dir.path()).unwrap_err();
+        assert!(error.to_string().contains("bundle.json"), "{error}");
+    }
+
+    #[test]
+    fn a_faulty_manifest_is_never_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut manifest = sample_manifest();
+        manifest.target.graph = "gone.onnx".to_owned();
+        manifest.write(dir.path()).unwrap_err();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn damaged_text_is_an_error_or_a_manifest_and_never_a_panic(at in 0..5000usize, byte: u8) {
+            let mut text = manifest_json().into_bytes();
+            let at = at % text.len();
+            text[at] = byte;
+            if let Ok(manifest) = Manifest::parse(&text) {
+                manifest.check().unwrap();
+            }
+        }
+    }
 }

@@ -1,5 +1,45 @@
 //! `cargo xtask`: the command line for model owners and operators.
+//!
+//! This file only dispatches. A task is a module with `Args` and `run(args)`; what it prints on standard output is its result, everything else goes to
+//! standard error. Exit status 0 is success, 1 failure, 2 wrong usage.
 
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "printing is what a command line is for"
+)]
+
+mod bundle;
 mod checkpoint;
+mod workspace;
 
-fn main() {}
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Outrider's tasks: fetch inputs, export and check models, serve and test.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Task {
+    /// Make, check and show model bundles
+    Bundle(bundle::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().task {
+        Task::Bundle(args) => bundle::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

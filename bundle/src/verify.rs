@@ -1,0 +1,485 @@
+//! Whether a directory holds exactly what its manifest says.
+//!
+//! A bundle directory holds the manifest, the listed files, and nothing else: an unlisted file is a fault, since a graph could name it as the home of its
+//! weights and it would be loaded without a digest.
+//! Symbolic links are faults as well, wherever they point, so no path below the directory ever leads out of it.
+//! The directory itself may be reached by a link.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::digest::{hash_file, sha256_hex};
+use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError};
+
+/// One thing that is wrong with a bundle directory. Paths are relative to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, thiserror::Error)]
+#[serde(tag = "fault", rename_all = "snake_case")]
+pub enum Fault {
+    /// A listed file isn't there.
+    #[error("{path}: missing")]
+    Missing {
+        /// The listed path.
+        path: String,
+    },
+    /// A listed or unlisted entry is neither a plain file nor a plain directory.
+    #[error("{path}: is {found}, a bundle holds plain files only")]
+    NotPlain {
+        /// The entry.
+        path: String,
+        /// What it is.
+        found: String,
+    },
+    /// A file has another size than listed. Its digest isn't taken.
+    #[error("{path}: has {actual_bytes} bytes, the manifest says {expected_bytes}")]
+    WrongSize {
+        /// The listed path.
+        path: String,
+        /// Size by the manifest.
+        expected_bytes: u64,
+        /// Size of the file.
+        actual_bytes: u64,
+    },
+    /// A file has the listed size and another content.
+    #[error("{path}: has sha256 {actual}, the manifest says {expected}")]
+    WrongDigest {
+        /// The listed path.
+        path: String,
+        /// Digest by the manifest.
+        expected: String,
+        /// Digest of the file.
+        actual: String,
+    },
+    /// A file that the manifest doesn't list.
+    #[error("{path}: not listed in the manifest")]
+    Unlisted {
+        /// The file.
+        path: String,
+    },
+    /// A file or directory can't be read.
+    #[error("{path}: cannot be read: {reason}")]
+    Unreadable {
+        /// The file or directory.
+        path: String,
+        /// What the system said.
+        reason: String,
+    },
+}
+
+/// Why a bundle can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    /// The manifest itself is unusable.
+    #[error("{} has no usable manifest", dir.display())]
+    Manifest {
+        /// The bundle directory.
+        dir: PathBuf,
+        /// What is wrong with it.
+        source: ManifestError,
+    },
+    /// The files aren't the ones the manifest lists; every fault.
+    #[error("{} doesn't match its manifest: {}", dir.display(), list(faults))]
+    Files {
+        /// The bundle directory.
+        dir: PathBuf,
+        /// Every fault, by path.
+        faults: Vec<Fault>,
+    },
+}
+
+impl BundleError {
+    /// One line per thing that is wrong.
+    pub fn lines(&self) -> Vec<String> {
+        match self {
+            Self::Manifest { source, .. } => source
+                .lines()
+                .into_iter()
+                .map(|line| format!("{FILE_NAME}: {line}"))
+                .collect(),
+            Self::Files { faults, .. } => faults.iter().map(ToString::to_string).collect(),
+        }
+    }
+}
+
+/// Several faults in one line.
+fn list<T: ToString>(faults: &[T]) -> String {
+    faults
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("; ")
+}
+
+impl Manifest {
+    /// Compares a directory with this manifest: every file is hashed, in parallel and streaming. Returns all faults, by path.
+    pub fn verify(&self, dir: &Path) -> Result<(), Vec<Fault>> {
+        let mut faults = Vec::new();
+        let mut found = BTreeMap::new();
+        scan(dir, "", &mut found, &mut faults);
+        found.remove(FILE_NAME);
+
+        let broken: Vec<String> = faults.iter().map(|fault| fault.path().to_owned()).collect();
+        let explained = |path: &str| {
+            broken
+                .iter()
+                .any(|broken| path == broken || path.starts_with(&format!("{broken}/")))
+        };
+        for path in self
+            .files
+            .keys()
+            .filter(|path| !found.contains_key(*path) && !explained(path))
+        {
+            faults.push(Fault::Missing { path: path.clone() });
+        }
+        for path in found.keys().filter(|path| !self.files.contains_key(*path)) {
+            faults.push(Fault::Unlisted { path: path.clone() });
+        }
+
+        let to_hash: Vec<_> = self
+            .files
+            .iter()
+            .filter_map(|(path, entry)| Some((path, entry, *found.get(path)?)))
+            .collect();
+        faults.par_extend(
+            to_hash
+                .into_par_iter()
+                .filter_map(|(path, entry, size_bytes)| compare(dir, path, entry, size_bytes)),
+        );
+        faults.sort_by(|a, b| a.path().cmp(b.path()));
+        if faults.is_empty() {
+            Ok(())
+        } else {
+            Err(faults)
+        }
+    }
+}
+
+impl Fault {
+    /// The file it is about, relative to the bundle directory.
+    pub fn path(&self) -> &str {
+        match self {
+            Self::Missing { path }
+            | Self::NotPlain { path, .. }
+            | Self::WrongSize { path, .. }
+            | Self::WrongDigest { path, .. }
+            | Self::Unlisted { path }
+            | Self::Unreadable { path, .. } => path,
+        }
+    }
+}
+
+/// Compares one plain file with its entry.
+fn compare(dir: &Path, path: &str, entry: &FileEntry, size_bytes: u64) -> Option<Fault> {
+    let wrong_size = |actual_bytes| Fault::WrongSize {
+        path: path.to_owned(),
+        expected_bytes: entry.size_bytes,
+        actual_bytes,
+    };
+    if size_bytes != entry.size_bytes {
+        return Some(wrong_size(size_bytes));
+    }
+    match hash_file(&dir.join(path)) {
+        Ok((actual_bytes, _)) if actual_bytes != entry.size_bytes => Some(wrong_size(actual_bytes)),
+        Ok((_, actual)) if actual != entry.sha256 => Some(Fault::WrongDigest {
+            path: path.to_owned(),
+            expected: entry.sha256.clone(),
+            actual,
+        }),
+        Ok(_) => None,
+        Err(error) => Some(unreadable(path, &error)),
+    }
+}
+
+fn unreadable(path: &str, error: &io::Error) -> Fault {
+    Fault::Unreadable {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    }
+}
+
+/// Lists the plain files below a directory with their sizes, without following a link.
+pub(crate) fn scan(
+    root: &Path,
+    below: &str,
+    found: &mut BTreeMap<String, u64>,
+    faults: &mut Vec<Fault>,
+) {
+    let entries = match fs::read_dir(root.join(below)) {
+        Ok(entries) => entries,
+        Err(error) => {
+            let path = if below.is_empty() { "." } else { below };
+            faults.push(unreadable(path, &error));
+            return;
+        }
+    };
+    for entry in entries {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) => {
+                faults.push(unreadable(below, &error));
+                continue;
+            }
+        };
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let path = if below.is_empty() {
+            name
+        } else {
+            format!("{below}/{name}")
+        };
+        match entry.metadata() {
+            Ok(metadata) if metadata.is_dir() => scan(root, &path, found, faults),
+            Ok(metadata) if metadata.is_file() => {
+                found.insert(path, metadata.len());
+            }
+            Ok(metadata) => {
+                let found = if metadata.is_symlink() {
+                    "a symbolic link"
+                } else {
+                    "a special file"
+                };
+                faults.push(Fault::NotPlain {
+                    path,
+                    found: found.to_owned(),
+                });
+            }
+            Err(error) => faults.push(unreadable(&path, &error)),
+        }
+    }
+}
+
+/// A bundle whose every byte matched its manifest when it was opened.
+///
+/// This is what a loader takes: there is no other way to get one than [`VerifiedBundle::open`], so bytes that nobody checked can't be loaded.
+///
+/// ```compile_fail
+/// # fn forge(manifest: outrider_bundle::Manifest) {
+/// let forged = outrider_bundle::VerifiedBundle { dir: "models".into(), digest: manifest.digest(), manifest };
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct VerifiedBundle {
+    dir: PathBuf,
+    digest: String,
+    manifest: Manifest,
+}
+
+impl VerifiedBundle {
+    /// Opens a bundle directory: reads the manifest, hashes every file and compares.
+    pub fn open(dir: &Path) -> Result<Self, BundleError> {
+        let manifest = Manifest::load(dir).map_err(|source| BundleError::Manifest {
+            dir: dir.to_owned(),
+            source,
+        })?;
+        manifest.verify(dir).map_err(|faults| BundleError::Files {
+            dir: dir.to_owned(),
+            faults,
+        })?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            digest: manifest.digest(),
+            manifest,
+        })
+    }
+
+    /// What the bundle is.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The bundle digest, see [`Manifest::digest`].
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// The bundle directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where a listed file is; `None` when the manifest doesn't list it.
+    pub fn path(&self, name: &str) -> Option<PathBuf> {
+        self.manifest
+            .files
+            .contains_key(name)
+            .then(|| self.dir.join(name))
+    }
+
+    /// Content of a listed file, hashed once more, so that these very bytes are the ones the manifest names.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>, BundleError> {
+        let fault = |fault| BundleError::Files {
+            dir: self.dir.clone(),
+            faults: vec![fault],
+        };
+        let path = name.to_owned();
+        let Some(entry) = self.manifest.files.get(name) else {
+            return Err(fault(Fault::Unlisted { path }));
+        };
+        let bytes =
+            fs::read(self.dir.join(name)).map_err(|error| fault(unreadable(name, &error)))?;
+        let actual = sha256_hex(&bytes);
+        if actual != entry.sha256 {
+            return Err(fault(Fault::WrongDigest {
+                path,
+                expected: entry.sha256.clone(),
+                actual,
+            }));
+        }
+        Ok(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+
+    use super::*;
+    use crate::testing::sample_bundle;
+
+    fn faults(dir: &Path) -> Vec<Fault> {
+        match VerifiedBundle::open(dir).unwrap_err() {
+            BundleError::Files { faults, .. } => faults,
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn an_intact_bundle_opens_and_reads() {
+        let dir = sample_bundle();
+        let bundle = VerifiedBundle::open(dir.path()).unwrap();
+        assert_eq!(bundle.digest(), bundle.manifest().digest());
+        assert_eq!(
+            bundle.read("tokenizer.json").unwrap(),
+            fs::read(dir.path().join("tokenizer.json")).unwrap()
+        );
+        assert_eq!(
+            bundle.path("model.onnx"),
+            Some(dir.path().join("model.onnx"))
+        );
+        assert_eq!(bundle.path("other.onnx"), None);
+        assert!(bundle.read("../etc/passwd").is_err());
+    }
+
+    #[test]
+    fn each_file_missing_cut_or_with_one_bit_flipped_is_named() {
+        let names: Vec<String> = Manifest::load(sample_bundle().path())
+            .unwrap()
+            .files
+            .into_keys()
+            .collect();
+        assert!(names.len() >= 4);
+        for name in names {
+            let dir = sample_bundle();
+            let path = dir.path().join(&name);
+            let bytes = fs::read(&path).unwrap();
+
+            fs::remove_file(&path).unwrap();
+            assert_eq!(faults(dir.path()), [Fault::Missing { path: name.clone() }]);
+
+            fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+            let (expected_bytes, actual_bytes) = (bytes.len() as u64, bytes.len() as u64 - 1);
+            assert_eq!(
+                faults(dir.path()),
+                [Fault::WrongSize {
+                    path: name.clone(),
+                    expected_bytes,
+                    actual_bytes
+                }]
+            );
+
+            let mut flipped = bytes.clone();
+            flipped[bytes.len() / 2] ^= 1;
+            fs::write(&path, &flipped).unwrap();
+            let (expected, actual) = (sha256_hex(&bytes), sha256_hex(&flipped));
+            assert_eq!(
+                faults(dir.path()),
+                [Fault::WrongDigest {
+                    path: name.clone(),
+                    expected,
+                    actual
+                }]
+            );
+
+            fs::write(&path, &bytes).unwrap();
+            VerifiedBundle::open(dir.path()).unwrap();
+        }
+    }
+
+    #[test]
+    fn every_fault_is_reported_at_once_in_the_order_of_paths() {
+        let dir = sample_bundle();
+        fs::remove_file(dir.path().join("model.onnx.data")).unwrap();
+        OpenOptions::new()
+            .append(true)
+            .open(dir.path().join("tokenizer.json"))
+            .unwrap()
+            .set_len(3)
+            .unwrap();
+        fs::create_dir(dir.path().join("sub")).unwrap();
+        fs::write(dir.path().join("sub/extra.data"), "x").unwrap();
+        let error = VerifiedBundle::open(dir.path()).unwrap_err();
+        insta::assert_snapshot!(error.lines().join("\n"));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_are_faults_wherever_they_point() {
+        use std::os::unix::fs::symlink;
+
+        let outside = tempfile::tempdir().unwrap();
+        let dir = sample_bundle();
+        let path = dir.path().join("model.onnx.data");
+        let copy = outside.path().join("copy");
+        fs::rename(&path, &copy).unwrap();
+        symlink(&copy, &path).unwrap();
+        let link = |path: &str| Fault::NotPlain {
+            path: path.to_owned(),
+            found: "a symbolic link".to_owned(),
+        };
+        assert_eq!(faults(dir.path()), [link("model.onnx.data")]);
+
+        fs::remove_file(&path).unwrap();
+        fs::rename(&copy, &path).unwrap();
+        symlink(outside.path(), dir.path().join("sub")).unwrap();
+        assert_eq!(faults(dir.path()), [link("sub")]);
+    }
+
+    #[test]
+    fn a_directory_in_the_place_of_a_file_is_a_missing_file() {
+        let dir = sample_bundle();
+        fs::remove_file(dir.path().join("tokenizer.json")).unwrap();
+        fs::create_dir(dir.path().join("tokenizer.json")).unwrap();
+        assert_eq!(
+            faults(dir.path()),
+            [Fault::Missing {
+                path: "tokenizer.json".to_owned()
+            }]
+        );
+    }
+
+    #[test]
+    fn bytes_that_changed_after_opening_are_not_handed_out() {
+        let dir = sample_bundle();
+        let bundle = VerifiedBundle::open(dir.path()).unwrap();
+        fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+        let error = bundle.read("tokenizer.json").unwrap_err().to_string();
+        assert!(
+            error.contains("tokenizer.json: has sha256") && error.contains("the manifest says"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_directory_without_a_manifest_is_no_bundle() {
+        let dir = tempfile::tempdir().unwrap();
+        for dir in [dir.path(), &dir.path().join("gone")] {
+            assert!(matches!(
+                VerifiedBundle::open(dir),
+                Err(BundleError::Manifest { .. })
+            ));
+        }
+    }
+}
