@@ -1,21 +1,16 @@
 //! `cargo xtask`: the command line for model owners and operators.
 //!
-//! This file only dispatches. A task is a module with `Args` and `run(args)`; what it prints on standard output is its result, everything else goes to
-//! standard error. Exit status 0 is success, 1 failure, 2 wrong usage.
+//! This file only dispatches to the tasks of the library. Exit status 0 is success, 1 failure, 2 wrong usage.
 
 #![expect(
-    clippy::print_stdout,
     clippy::print_stderr,
     reason = "printing is what a command line is for"
 )]
 
-mod bundle;
-mod checkpoint;
-mod workspace;
-
 use std::process::ExitCode;
 
 use clap::Parser;
+use xtask::bundle;
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]

@@ -1,0 +1,14 @@
+//! Outrider's tasks, one module each, as `cargo xtask` runs them.
+//!
+//! A task is a module with `Args` and `run(args)`; what it prints on standard output is its result, everything else goes to standard error.
+//! They are a library so that the end-to-end tests start servers and find bundles in the same way.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "printing is what a command line is for"
+)]
+
+pub mod bundle;
+pub mod checkpoint;
+pub mod workspace;
