@@ -3,11 +3,15 @@
 //! This crate owns the bundle manifest, its digests, the fetch locks and the facts that are read from ONNX files.
 //! It links neither ONNX Runtime nor an HTTP stack, so every tool of the workspace can use it.
 
+pub mod contract;
+pub mod create;
 pub mod digest;
+pub mod facts;
 pub mod manifest;
 pub mod onnx;
 pub mod paths;
 pub mod verify;
+mod wire;
 
 #[cfg(test)]
 mod testing;

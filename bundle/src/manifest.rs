@@ -398,12 +398,12 @@ impl Check<'_> {
         }
     }
 
-    fn positive(&mut self, fields: &[(&str, usize)]) {
-        for &(field, value) in fields {
-            if value == 0 || value > MAX_FACT {
+    fn sizes(&mut self, fields: &[(&str, usize, usize)]) {
+        for &(field, value, max) in fields {
+            if value == 0 || value > max {
                 self.fault(
                     field,
-                    format!("{value} is out of range, allowed is 1 to {MAX_FACT}"),
+                    format!("{value} is out of range, allowed is 1 to {max}"),
                 );
             }
         }
@@ -425,13 +425,13 @@ impl Check<'_> {
     fn target(&mut self, target: &TargetFacts) {
         self.listed("target.graph", &target.graph);
         self.name("target.architecture", &target.architecture);
-        self.positive(&[
-            ("target.layers", target.layers),
-            ("target.hidden_size", target.hidden_size),
-            ("target.kv_heads", target.kv_heads),
-            ("target.head_dim", target.head_dim),
-            ("target.vocab_size", target.vocab_size),
-            ("target.context_tokens", target.context_tokens),
+        self.sizes(&[
+            ("target.layers", target.layers, MAX_LAYERS),
+            ("target.hidden_size", target.hidden_size, MAX_SIZE),
+            ("target.kv_heads", target.kv_heads, MAX_SIZE),
+            ("target.head_dim", target.head_dim, MAX_SIZE),
+            ("target.vocab_size", target.vocab_size, MAX_SIZE),
+            ("target.context_tokens", target.context_tokens, MAX_SIZE),
         ]);
         if !KV_DTYPES.contains(&target.kv_dtype.as_str()) {
             self.fault(
@@ -449,10 +449,10 @@ impl Check<'_> {
     fn draft(&mut self, draft: &DraftFacts, target: &TargetFacts) {
         self.listed("draft.graph", &draft.graph);
         self.name("draft.architecture", &draft.architecture);
-        self.positive(&[
-            ("draft.block_size", draft.block_size),
-            ("draft.top_k", draft.top_k),
-            ("draft.context_tokens", draft.context_tokens),
+        self.sizes(&[
+            ("draft.block_size", draft.block_size, MAX_SIZE),
+            ("draft.top_k", draft.top_k, MAX_SIZE),
+            ("draft.context_tokens", draft.context_tokens, MAX_SIZE),
         ]);
         if draft.mask_token_id as usize >= target.vocab_size {
             let problem = format!(
@@ -506,7 +506,10 @@ impl Check<'_> {
 pub const KV_DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
 
 /// Upper bound of every size among the facts: products of two of them fit into 64 bits.
-const MAX_FACT: usize = 1 << 30;
+const MAX_SIZE: usize = 1 << 30;
+
+/// Upper bound of the number of layers, so that work per layer is bounded too.
+const MAX_LAYERS: usize = 4096;
 
 /// Reads a map and refuses a key that comes twice, which serde would let the later entry win.
 fn unique_keys<'de, D, V>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error>

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use prost::Message;
 use tempfile::TempDir;
 
 use crate::digest::sha256_hex;
@@ -11,13 +12,21 @@ use crate::manifest::{
     Attention, FileEntry, GenerationDefaults, Manifest, Precision, SCHEMA_VERSION, Source,
     TargetFacts, TextFacts,
 };
+use crate::onnx::{
+    DataLocation, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto,
+    OperatorSetIdProto, StringStringEntryProto, TensorProto, TensorShapeProto, TensorTypeProto,
+    TypeProto, ValueInfoProto,
+};
+
+/// Bytes of the external weights of the sample graph.
+pub const WEIGHT_BYTES: usize = 5000;
 
 /// Name and content of the files of the sample.
 fn sample_files() -> Vec<(&'static str, Vec<u8>)> {
     vec![
         ("chat_template.jinja", b"{{ messages }}".to_vec()),
-        ("model.onnx", b"graph".to_vec()),
-        ("model.onnx.data", vec![7; 5000]),
+        ("model.onnx", sample_graph().encode_to_vec()),
+        ("model.onnx.data", vec![7; WEIGHT_BYTES]),
         ("tokenizer.json", b"{\"version\": \"1.0\"}".to_vec()),
     ]
 }
@@ -98,4 +107,108 @@ pub fn sample_bundle() -> TempDir {
     write_sample_files(dir.path());
     sample_manifest().write(dir.path()).unwrap();
     dir
+}
+
+/// A float tensor type; a dimension is a number or a symbol.
+fn value(name: &str, elem_type: DataType, dims: &[&str]) -> ValueInfoProto {
+    let dim = |text: &&str| DimensionProto {
+        value: Some(
+            text.parse()
+                .map_or_else(|_| Dimension::Symbol((*text).to_owned()), Dimension::Size),
+        ),
+    };
+    let shape = TensorShapeProto {
+        dim: dims.iter().map(dim).collect(),
+    };
+    let tensor_type = TensorTypeProto {
+        elem_type: elem_type as i32,
+        shape: Some(shape),
+    };
+    ValueInfoProto {
+        name: name.to_owned(),
+        r#type: Some(TypeProto {
+            tensor_type: Some(tensor_type),
+        }),
+    }
+}
+
+/// A graph with the inputs, outputs and attention nodes of [`sample_target`] and weights in `model.onnx.data`.
+pub fn sample_graph() -> ModelProto {
+    let entry = |key: &str, value: &str| StringStringEntryProto {
+        key: key.to_owned(),
+        value: value.to_owned(),
+    };
+    let int64 = DataType::Int64;
+    let mut input = vec![
+        value("input_ids", int64, &["batch", "sequence"]),
+        value("position_ids", int64, &["batch", "sequence"]),
+        value("write_indices", int64, &["batch"]),
+        value("nonpad_kv_seqlen", int64, &["batch"]),
+        value("logit_indices", int64, &["batch", "rows"]),
+    ];
+    let mut output = vec![
+        value("logits", DataType::Float, &["batch", "rows", "32"]),
+        value(
+            "aux_hidden_states",
+            DataType::Float,
+            &["batch", "sequence", "32"],
+        ),
+    ];
+    let mut node = Vec::new();
+    for layer in 0..2 {
+        for side in ["key", "value"] {
+            let dims = ["batch", "max_rows", "8"];
+            input.push(value(
+                &format!("{side}_cache.{layer}"),
+                DataType::Float,
+                &dims,
+            ));
+            output.push(value(
+                &format!("updated_{side}_cache.{layer}"),
+                DataType::Float,
+                &dims,
+            ));
+        }
+        for op_type in ["TensorScatter", "TensorScatter", "Attention", "MatMul"] {
+            node.push(NodeProto {
+                op_type: op_type.to_owned(),
+                ..NodeProto::default()
+            });
+        }
+    }
+    let external = TensorProto {
+        dims: vec![25, 50],
+        data_type: DataType::Float as i32,
+        name: "weight".to_owned(),
+        external_data: vec![
+            entry("location", "model.onnx.data"),
+            entry("offset", "0"),
+            entry("length", &WEIGHT_BYTES.to_string()),
+        ],
+        data_location: DataLocation::External as i32,
+        ..TensorProto::default()
+    };
+    let inline = TensorProto {
+        dims: vec![2],
+        data_type: DataType::Float as i32,
+        raw_data: vec![0; 8],
+        ..TensorProto::default()
+    };
+    ModelProto {
+        ir_version: 10,
+        opset_import: vec![OperatorSetIdProto {
+            domain: String::new(),
+            version: 24,
+        }],
+        producer_name: "sample".to_owned(),
+        producer_version: "1".to_owned(),
+        graph: Some(GraphProto {
+            node,
+            initializer: vec![external, inline],
+            input,
+            output,
+            ..GraphProto::default()
+        }),
+        metadata_props: vec![entry("taps", "0,1")],
+    }
 }

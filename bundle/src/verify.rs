@@ -13,7 +13,9 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::contract::{FactError, check_external_files, check_target};
 use crate::digest::{hash_file, sha256_hex};
+use crate::facts::{GraphError, GraphFacts};
 use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError};
 
 /// One thing that is wrong with a bundle directory. Paths are relative to it.
@@ -89,6 +91,24 @@ pub enum BundleError {
         /// Every fault, by path.
         faults: Vec<Fault>,
     },
+    /// A graph can't be read.
+    #[error("{} has an unusable graph", dir.display())]
+    Graph {
+        /// The bundle directory.
+        dir: PathBuf,
+        /// What is wrong with it.
+        source: GraphError,
+    },
+    /// A graph isn't what the manifest says or what an engine can drive; every error.
+    #[error("graph {path} of {} doesn't fit: {}", dir.display(), list(errors))]
+    Facts {
+        /// The bundle directory.
+        dir: PathBuf,
+        /// Path of the graph in the bundle.
+        path: String,
+        /// Every error.
+        errors: Vec<FactError>,
+    },
 }
 
 impl BundleError {
@@ -101,6 +121,18 @@ impl BundleError {
                 .map(|line| format!("{FILE_NAME}: {line}"))
                 .collect(),
             Self::Files { faults, .. } => faults.iter().map(ToString::to_string).collect(),
+            Self::Graph {
+                source: GraphError::Open { path, source },
+                ..
+            } => vec![format!("{}: {source}", path.display())],
+            Self::Graph {
+                source: GraphError::Content { path, source },
+                ..
+            } => vec![format!("{}: {source}", path.display())],
+            Self::Facts { path, errors, .. } => errors
+                .iter()
+                .map(|error| format!("{path}: {error}"))
+                .collect(),
         }
     }
 }
@@ -158,6 +190,32 @@ impl Manifest {
     }
 }
 
+impl Manifest {
+    /// Checks the graphs of a bundle directory against the facts of this manifest and against the contract of [`crate::contract`].
+    pub fn check_graphs(&self, dir: &Path) -> Result<(), BundleError> {
+        let path = &self.target.graph;
+        let graph = GraphFacts::read(&dir.join(path)).map_err(|source| BundleError::Graph {
+            dir: dir.to_owned(),
+            source,
+        })?;
+        let mut errors = check_target(&self.target, &graph).err().unwrap_or_default();
+        errors.extend(
+            check_external_files(path, &graph, &self.files)
+                .err()
+                .unwrap_or_default(),
+        );
+        if errors.is_empty() {
+            Ok(())
+        } else {
+            Err(BundleError::Facts {
+                dir: dir.to_owned(),
+                path: path.clone(),
+                errors,
+            })
+        }
+    }
+}
+
 impl Fault {
     /// The file it is about, relative to the bundle directory.
     pub fn path(&self) -> &str {
@@ -194,7 +252,7 @@ fn compare(dir: &Path, path: &str, entry: &FileEntry, size_bytes: u64) -> Option
     }
 }
 
-fn unreadable(path: &str, error: &io::Error) -> Fault {
+pub(crate) fn unreadable(path: &str, error: &io::Error) -> Fault {
     Fault::Unreadable {
         path: path.to_owned(),
         reason: error.to_string(),
@@ -268,7 +326,7 @@ pub struct VerifiedBundle {
 }
 
 impl VerifiedBundle {
-    /// Opens a bundle directory: reads the manifest, hashes every file and compares.
+    /// Opens a bundle directory: reads the manifest, hashes every file and compares, then checks the graphs against the facts.
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
         let manifest = Manifest::load(dir).map_err(|source| BundleError::Manifest {
             dir: dir.to_owned(),
