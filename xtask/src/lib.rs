@@ -11,4 +11,6 @@
 
 pub mod bundle;
 pub mod checkpoint;
+pub mod python;
+pub mod server_process;
 pub mod workspace;

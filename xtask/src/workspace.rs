@@ -50,6 +50,11 @@ impl Workspace {
         self.home.join("bundles")
     }
 
+    /// Python packages of the client tests.
+    pub fn python(&self) -> PathBuf {
+        self.home.join("python")
+    }
+
     /// Fetch locks.
     pub fn locks(&self) -> PathBuf {
         self.root.join("configs/locks")
