@@ -4,9 +4,346 @@
 //! Callers hold an [`EngineHandle`] and receive [`Event`]s; dropping the receiver cancels the request.
 
 pub mod request;
+pub mod sampler;
+mod sequence;
 pub mod status;
+mod step;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub use request::{
     EngineError, Event, FinishReason, Request, Sampling, SubmitError, TokenLogprobs, Usage,
 };
+pub use sequence::TextSink;
 pub use status::{EngineStatus, LosslessClass, ModelLimits, Phase};
+
+use crate::model::{ModelError, ProbeReport, Target, TargetShape};
+use sequence::Sequence;
+use step::Stepper;
+
+/// How often an idle engine shows that it is alive.
+const IDLE_HEARTBEAT: Duration = Duration::from_millis(200);
+
+/// Settings of the engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Requests that may wait for a slot.
+    pub queue_capacity: usize,
+    /// Prompt tokens fed in one step.
+    pub prefill_chunk_tokens: usize,
+}
+
+/// Makes the text side of a sequence from the request's stop strings.
+pub type TextSinks = Box<dyn Fn(&[String]) -> Box<dyn TextSink> + Send>;
+
+/// What the loader hands to the engine.
+pub struct Loaded {
+    /// The target model, all its slots free.
+    pub target: Box<dyn Target>,
+    /// What the width probe found for it.
+    pub probe: ProbeReport,
+    /// The text side of sequences.
+    pub text: TextSinks,
+    /// Tokens that end a completion.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// The callers' end of the engine.
+#[derive(Clone)]
+pub struct EngineHandle {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Signalled when a request arrives or the engine is asked to end.
+    wake: Condvar,
+    queue_capacity: usize,
+    started: Instant,
+    heartbeat_ms: AtomicU64,
+    running: AtomicUsize,
+    stop_now: AtomicBool,
+    facts: Mutex<Facts>,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<(Request, UnboundedSender<Event>)>,
+    /// Whether requests are taken.
+    open: bool,
+    /// Whether the engine ends when it has nothing left to do.
+    draining: bool,
+}
+
+struct Facts {
+    phase: Phase,
+    detail: String,
+    lossless: Option<LosslessClass>,
+    shape: Option<TargetShape>,
+}
+
+/// Starts the engine thread. `load` runs on it, so that a model that takes minutes to load does not hold up the caller.
+pub fn start(
+    options: EngineOptions,
+    load: impl FnOnce() -> Result<Loaded, ModelError> + Send + 'static,
+) -> std::io::Result<(EngineHandle, JoinHandle<()>)> {
+    let shared = Arc::new(Shared {
+        queue: Mutex::default(),
+        wake: Condvar::new(),
+        queue_capacity: options.queue_capacity,
+        started: Instant::now(),
+        heartbeat_ms: AtomicU64::new(0),
+        running: AtomicUsize::new(0),
+        stop_now: AtomicBool::new(false),
+        facts: Mutex::new(Facts {
+            phase: Phase::Starting,
+            detail: "loading the model".to_owned(),
+            lossless: None,
+            shape: None,
+        }),
+    });
+    let handle = EngineHandle {
+        shared: Arc::clone(&shared),
+    };
+    let thread = std::thread::Builder::new()
+        .name("engine".to_owned())
+        .spawn(move || {
+            let ended = Ended {
+                shared: &shared,
+                fault: Some("the engine thread panicked".to_owned()),
+            };
+            ended.with(run(&shared, &options, load));
+        })?;
+    Ok((handle, thread))
+}
+
+impl EngineHandle {
+    /// Queues a request. Dropping the receiver cancels it.
+    ///
+    /// # Errors
+    ///
+    /// The request doesn't fit the model, the queue is full, or the engine is not ready.
+    pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
+        let shape = lock(&self.shared.facts)
+            .shape
+            .clone()
+            .ok_or(SubmitError::NotReady)?;
+        check(&request, &shape)?;
+        let mut queue = lock(&self.shared.queue);
+        if !queue.open {
+            return Err(SubmitError::NotReady);
+        }
+        queue.waiting.retain(|(_, events)| !events.is_closed());
+        if queue.waiting.len() >= self.shared.queue_capacity {
+            return Err(SubmitError::QueueFull {
+                limit: self.shared.queue_capacity,
+            });
+        }
+        let (sender, receiver) = unbounded_channel();
+        queue.waiting.push_back((request, sender));
+        drop(queue);
+        self.shared.wake.notify_one();
+        Ok(receiver)
+    }
+
+    /// A snapshot.
+    pub fn status(&self) -> EngineStatus {
+        let waiting = lock(&self.shared.queue).waiting.len();
+        let facts = lock(&self.shared.facts);
+        let now_ms = self.shared.started.elapsed().as_millis() as u64;
+        let heartbeat_ms = self.shared.heartbeat_ms.load(Ordering::Relaxed);
+        EngineStatus {
+            phase: facts.phase,
+            detail: facts.detail.clone(),
+            heartbeat_age: Duration::from_millis(now_ms.saturating_sub(heartbeat_ms)),
+            running: self.shared.running.load(Ordering::Relaxed),
+            waiting,
+            lossless: facts.lossless,
+        }
+    }
+
+    /// What the model accepts, once it is loaded.
+    pub fn limits(&self) -> Option<ModelLimits> {
+        let facts = lock(&self.shared.facts);
+        facts.shape.as_ref().map(|shape| ModelLimits {
+            context_tokens: shape.context_tokens,
+            vocab_size: shape.vocab_size,
+        })
+    }
+
+    /// Takes no more requests, finishes those that wait or run, then ends the thread.
+    pub fn drain(&self) {
+        let mut queue = lock(&self.shared.queue);
+        queue.open = false;
+        queue.draining = true;
+        drop(queue);
+        self.shared.wake.notify_one();
+    }
+
+    /// Ends the thread after the current step; requests that wait or run fail with [`EngineError::Stopped`].
+    pub fn stop(&self) {
+        self.shared.stop_now.store(true, Ordering::Relaxed);
+        self.drain();
+    }
+}
+
+/// Marks the engine as stopped and answers what is left in the queue, whichever way the thread ends.
+struct Ended<'a> {
+    shared: &'a Shared,
+    fault: Option<String>,
+}
+
+impl Ended<'_> {
+    fn with(mut self, result: Result<(), ModelError>) {
+        self.fault = result.err().map(|error| error.to_string());
+        if let Some(fault) = &self.fault {
+            tracing::error!(fault, "the engine could not start");
+        }
+    }
+}
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        let mut facts = lock(&self.shared.facts);
+        facts.phase = Phase::Failed;
+        facts.detail = self.fault.take().unwrap_or_else(|| "stopped".to_owned());
+        drop(facts);
+        self.shared.running.store(0, Ordering::Relaxed);
+        let mut queue = lock(&self.shared.queue);
+        queue.open = false;
+        for (_, events) in queue.waiting.drain(..) {
+            let _ = events.send(Event::Failed(EngineError::Stopped));
+        }
+    }
+}
+
+fn run(
+    shared: &Shared,
+    options: &EngineOptions,
+    load: impl FnOnce() -> Result<Loaded, ModelError>,
+) -> Result<(), ModelError> {
+    let Loaded {
+        target,
+        probe,
+        text,
+        eos_token_ids,
+    } = load()?;
+    beat(shared);
+    {
+        let mut facts = lock(&shared.facts);
+        facts.shape = Some(target.shape().clone());
+        facts.lossless = Some(probe.class);
+        facts.phase = Phase::Ready;
+        facts.detail = "serving".to_owned();
+    }
+    {
+        let mut queue = lock(&shared.queue);
+        queue.open = !queue.draining;
+    }
+
+    let mut stepper = Stepper::new(
+        target,
+        probe.rule,
+        eos_token_ids,
+        options.prefill_chunk_tokens,
+    );
+    loop {
+        stepper.drop_cancelled();
+        if shared.stop_now.load(Ordering::Relaxed) {
+            stepper.fail_all(&EngineError::Stopped);
+            return Ok(());
+        }
+        if !admit(shared, &mut stepper, &text) {
+            return Ok(());
+        }
+        if stepper.running() > 0 {
+            let started = Instant::now();
+            let step = stepper.step();
+            metrics::histogram!("outrider_step_seconds").record(started.elapsed().as_secs_f64());
+            metrics::counter!("outrider_prompt_tokens_total").increment(step.prefill_tokens as u64);
+            metrics::counter!("outrider_generated_tokens_total")
+                .increment(step.committed_tokens as u64);
+        }
+        shared.running.store(stepper.running(), Ordering::Relaxed);
+        beat(shared);
+    }
+}
+
+/// Moves waiting requests into free slots; waits when there is nothing to do. False when the engine should end.
+fn admit(shared: &Shared, stepper: &mut Stepper, text: &TextSinks) -> bool {
+    let mut queue = lock(&shared.queue);
+    while stepper.has_room() {
+        let Some((request, events)) = queue.waiting.pop_front() else {
+            break;
+        };
+        if !events.is_closed() {
+            let sink = text(&request.stop);
+            stepper.admit(Sequence::new(request, events, sink));
+        }
+    }
+    if stepper.running() > 0 {
+        return true;
+    }
+    if queue.draining {
+        return false;
+    }
+    let (queue, _) = shared
+        .wake
+        .wait_timeout(queue, IDLE_HEARTBEAT)
+        .unwrap_or_else(PoisonError::into_inner);
+    drop(queue);
+    true
+}
+
+fn check(request: &Request, shape: &TargetShape) -> Result<(), SubmitError> {
+    let prompt_tokens = request.prompt.len();
+    if prompt_tokens == 0 {
+        return Err(SubmitError::EmptyPrompt);
+    }
+    let context_tokens = shape.context_tokens;
+    let room = usize::from(request.max_tokens > 0);
+    if prompt_tokens + room > context_tokens {
+        return Err(SubmitError::PromptTooLong {
+            prompt_tokens,
+            limit_tokens: context_tokens - room,
+        });
+    }
+    if request.max_tokens > context_tokens - prompt_tokens {
+        return Err(SubmitError::ContextExceeded {
+            prompt_tokens,
+            max_tokens: request.max_tokens,
+            context_tokens,
+        });
+    }
+    let vocab_size = shape.vocab_size;
+    let biased = request.sampling.logit_bias.iter().map(|(id, _)| id);
+    match request
+        .prompt
+        .iter()
+        .chain(biased)
+        .find(|&&id| id as usize >= vocab_size)
+    {
+        Some(&id) => Err(SubmitError::UnknownToken { id, vocab_size }),
+        None => Ok(()),
+    }
+}
+
+fn beat(shared: &Shared) {
+    shared.heartbeat_ms.store(
+        shared.started.elapsed().as_millis() as u64,
+        Ordering::Relaxed,
+    );
+}
+
+/// The data behind these locks is valid after every single change, so a panic elsewhere does not spoil it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+pub use crate::model::LosslessClass;
+
 /// What the loaded model accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelLimits {
@@ -20,28 +22,6 @@ pub enum Phase {
     Ready,
     /// Stopped for good.
     Failed,
-}
-
-/// How equal the target's logits are over all widths and batches the server uses, as the load-time probe measured it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LosslessClass {
-    /// Bit-equal.
-    Exact,
-    /// Different within a small noise, so that near-ties can fall otherwise.
-    NearTie,
-    /// Not comparable.
-    None,
-}
-
-impl LosslessClass {
-    /// The name used in responses, metrics and reports.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Exact => "exact",
-            Self::NearTie => "near-tie",
-            Self::None => "none",
-        }
-    }
 }
 
 /// A snapshot of the engine.

@@ -1,0 +1,183 @@
+//! One running request: its tokens, its place in the KV cache, and what its caller has been told.
+//!
+//! A token becomes part of the sequence only through [`Sequence::commit`], which walks the end conditions in one place:
+//! the first of end-of-sequence token, stop string and length wins.
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::request::{EngineError, Event, FinishReason, Request, TokenLogprobs, Usage};
+use super::sampler::Context;
+
+/// Turns committed tokens into text, and watches for stop strings.
+pub trait TextSink: Send {
+    /// Text that became final with this token, and whether a stop string was completed (then nothing may follow).
+    fn push(&mut self, id: u32) -> (String, bool);
+    /// Text held back until the end.
+    fn finish(&mut self) -> String;
+}
+
+/// A request that holds a slot.
+pub(super) struct Sequence {
+    request: Request,
+    events: UnboundedSender<Event>,
+    text: Box<dyn TextSink>,
+    /// Prompt and committed tokens.
+    tokens: Vec<u32>,
+    /// Cache rows that are valid; always fewer than `tokens`, as the newest token has not been fed yet.
+    cached: usize,
+    prompt_logprobs: Vec<TokenLogprobs>,
+}
+
+/// Whether a sequence goes on after a commit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    Running,
+    Finished,
+}
+
+impl Sequence {
+    pub(super) fn new(
+        request: Request,
+        events: UnboundedSender<Event>,
+        text: Box<dyn TextSink>,
+    ) -> Self {
+        let tokens = request.prompt.clone();
+        Self {
+            request,
+            events,
+            text,
+            tokens,
+            cached: 0,
+            prompt_logprobs: Vec::new(),
+        }
+    }
+
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// Cache rows that are valid.
+    pub(super) fn cached(&self) -> usize {
+        self.cached
+    }
+
+    /// Tokens that are committed and not in the cache: the rest of the prompt, or the newest token.
+    pub(super) fn pending(&self) -> &[u32] {
+        &self.tokens[self.cached..]
+    }
+
+    /// Whether part of the prompt is still to be fed besides what a decode step feeds anyway.
+    pub(super) fn is_prefilling(&self) -> bool {
+        self.cached < self.request.prompt.len()
+    }
+
+    /// Whether the caller dropped its end.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Most tokens that may still be committed.
+    pub(super) fn remaining_tokens(&self) -> usize {
+        self.request.max_tokens - self.generated()
+    }
+
+    /// The committed token at `position`, when there is one.
+    pub(super) fn token_at(&self, position: usize) -> Option<u32> {
+        self.tokens.get(position).copied()
+    }
+
+    /// What the choice of the next token depends on.
+    pub(super) fn context(&self) -> Context<'_> {
+        Context {
+            sampling: &self.request.sampling,
+            seed: self.request.seed,
+            tokens: &self.tokens,
+            prompt_tokens: self.request.prompt.len(),
+        }
+    }
+
+    /// Records that the rows of all tokens below `cached` are in the cache.
+    pub(super) fn set_cached(&mut self, cached: usize) {
+        debug_assert!(cached <= self.tokens.len());
+        self.cached = cached;
+    }
+
+    /// Keeps the log-probability of a prompt token; sent to the caller when the prompt is done.
+    pub(super) fn record_prompt_logprobs(&mut self, logprobs: TokenLogprobs) {
+        self.prompt_logprobs.push(logprobs);
+    }
+
+    /// Ends the prompt phase: reports its log-probabilities, and finishes a request that wanted nothing else.
+    pub(super) fn prompt_done(&mut self) -> Progress {
+        if self.request.prompt_logprobs.is_some() {
+            let logprobs = std::mem::take(&mut self.prompt_logprobs);
+            self.send(Event::Prompt(logprobs));
+        }
+        if self.request.max_tokens == 0 {
+            self.finish(FinishReason::Length)
+        } else {
+            Progress::Running
+        }
+    }
+
+    /// Appends the target's choice and tells the caller; `eos` are the model's end-of-sequence tokens.
+    pub(super) fn commit(
+        &mut self,
+        id: u32,
+        logprobs: Option<TokenLogprobs>,
+        eos: &[u32],
+    ) -> Progress {
+        debug_assert!(self.remaining_tokens() > 0);
+        self.tokens.push(id);
+        if !self.request.ignore_eos && eos.contains(&id) {
+            self.send(Event::Token {
+                id,
+                text: String::new(),
+                logprobs,
+            });
+            return self.finish(FinishReason::Stop);
+        }
+        let (text, stopped) = self.text.push(id);
+        self.send(Event::Token { id, text, logprobs });
+        if stopped {
+            self.send_finished(FinishReason::Stop, String::new());
+            return Progress::Finished;
+        }
+        if self.remaining_tokens() == 0 {
+            return self.finish(FinishReason::Length);
+        }
+        Progress::Running
+    }
+
+    /// Tells the caller that the request failed.
+    pub(super) fn fail(&mut self, error: EngineError) {
+        self.send(Event::Failed(error));
+    }
+
+    fn finish(&mut self, reason: FinishReason) -> Progress {
+        let text = self.text.finish();
+        self.send_finished(reason, text);
+        Progress::Finished
+    }
+
+    fn send_finished(&self, reason: FinishReason, text: String) {
+        let usage = Usage {
+            prompt_tokens: self.request.prompt.len(),
+            completion_tokens: self.generated(),
+        };
+        self.send(Event::Finished {
+            reason,
+            text,
+            usage,
+        });
+    }
+
+    fn generated(&self) -> usize {
+        self.tokens.len() - self.request.prompt.len()
+    }
+
+    /// A caller that is gone is noticed at the next step through [`Sequence::is_cancelled`].
+    fn send(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+}

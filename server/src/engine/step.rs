@@ -1,0 +1,305 @@
+//! One engine step: plan the passes, run them, commit what they gave.
+//!
+//! A step feeds prompt chunks up to the token budget, one sequence at a time, and then one row batch of all decoding sequences.
+//! The two are separate passes because a pass has one width: a chunk beside single tokens would pad every one of them to the chunk.
+//! A pass that fails or panics fails the sequences it carried, nothing else.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::request::EngineError;
+use super::sampler::{Sampler, logprobs};
+use super::sequence::{Progress, Sequence};
+use crate::model::{Batch, BatchRow, ModelError, Target, WidthRule};
+
+/// Most rows of logits that one pass of a prompt with log-probabilities computes, to bound the size of the output.
+const PROMPT_LOGPROB_ROWS: usize = 32;
+
+/// Sequences by slot, and what is needed to step them.
+pub(super) struct Stepper {
+    target: Box<dyn Target>,
+    sampler: Sampler,
+    rule: WidthRule,
+    eos: Vec<u32>,
+    prefill_chunk_tokens: usize,
+    /// The sequence in each slot, with its order of arrival.
+    slots: Vec<Option<(u64, Sequence)>>,
+    arrivals: u64,
+}
+
+/// What one step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct StepReport {
+    /// Prompt tokens fed.
+    pub prefill_tokens: usize,
+    /// Tokens committed.
+    pub committed_tokens: usize,
+    /// Requests that failed.
+    pub failed: usize,
+}
+
+impl Stepper {
+    pub(super) fn new(
+        target: Box<dyn Target>,
+        rule: WidthRule,
+        eos: Vec<u32>,
+        prefill_chunk_tokens: usize,
+    ) -> Self {
+        let slots = (0..target.shape().slots).map(|_| None).collect();
+        Self {
+            target,
+            sampler: Sampler::default(),
+            rule,
+            eos,
+            prefill_chunk_tokens,
+            slots,
+            arrivals: 0,
+        }
+    }
+
+    /// Sequences that hold a slot.
+    pub(super) fn running(&self) -> usize {
+        self.slots.iter().flatten().count()
+    }
+
+    /// Whether a slot is free.
+    pub(super) fn has_room(&self) -> bool {
+        self.slots.iter().any(Option::is_none)
+    }
+
+    /// Takes a sequence into the lowest free slot, so that active slots stay close together.
+    ///
+    /// # Panics
+    ///
+    /// No slot is free.
+    pub(super) fn admit(&mut self, sequence: Sequence) {
+        let slot = self.slots.iter_mut().find(|slot| slot.is_none());
+        *slot.expect("the caller saw a free slot") = Some((self.arrivals, sequence));
+        self.arrivals += 1;
+    }
+
+    /// Frees the slots of sequences whose callers are gone.
+    pub(super) fn drop_cancelled(&mut self) {
+        for slot in &mut self.slots {
+            if slot
+                .as_ref()
+                .is_some_and(|(_, sequence)| sequence.is_cancelled())
+            {
+                *slot = None;
+            }
+        }
+    }
+
+    /// Fails every running sequence.
+    pub(super) fn fail_all(&mut self, error: &EngineError) {
+        for (_, mut sequence) in self.slots.iter_mut().filter_map(Option::take) {
+            sequence.fail(error.clone());
+        }
+    }
+
+    /// Runs one step.
+    pub(super) fn step(&mut self) -> StepReport {
+        let mut report = StepReport::default();
+        // Chosen before the prompts are fed: a sequence whose prompt ends in this step decodes from the next one on.
+        let decoding = self.decoding_slots();
+        let mut budget = self.prefill_chunk_tokens;
+        while budget > 0 {
+            let Some((slot, batch)) = self.prefill_batch(budget) else {
+                break;
+            };
+            let fed = batch.rows[0].tokens.len();
+            budget -= fed.min(budget);
+            report.prefill_tokens += fed;
+            self.run_pass(&batch, &[slot], &mut report);
+        }
+        if let Some(batch) = self.decode_batch(&decoding) {
+            self.run_pass(&batch, &decoding, &mut report);
+        }
+        report
+    }
+
+    /// The next chunk of the prompt that arrived first.
+    fn prefill_batch(&self, budget: usize) -> Option<(usize, Batch)> {
+        let waiting = self.slots.iter().enumerate().filter_map(|(slot, entry)| {
+            entry
+                .as_ref()
+                .map(|(arrival, sequence)| (slot, arrival, sequence))
+        });
+        let (slot, _, sequence) = waiting
+            .filter(|(_, _, sequence)| sequence.is_prefilling())
+            .min_by_key(|(_, arrival, _)| **arrival)?;
+        let scores_prompt = sequence.request().prompt_logprobs.is_some();
+        let limit = if scores_prompt {
+            budget.min(PROMPT_LOGPROB_ROWS)
+        } else {
+            budget
+        };
+        let pending = sequence.pending();
+        let tokens = pending[..pending.len().min(limit)].to_vec();
+        let is_last = tokens.len() == pending.len();
+        let logits = if scores_prompt {
+            0..tokens.len()
+        } else {
+            tokens.len() - usize::from(is_last)..tokens.len()
+        };
+        let row = BatchRow {
+            start: sequence.cached(),
+            tokens,
+            logits,
+        };
+        Some((slot, self.batch(slot, vec![row])))
+    }
+
+    fn decoding_slots(&self) -> Vec<usize> {
+        let decodes = |entry: &Option<(u64, Sequence)>| {
+            entry
+                .as_ref()
+                .is_some_and(|(_, sequence)| !sequence.is_prefilling())
+        };
+        self.slots
+            .iter()
+            .enumerate()
+            .filter(|(_, entry)| decodes(entry))
+            .map(|(slot, _)| slot)
+            .collect()
+    }
+
+    /// One row for each of `slots`, over the range that holds them; what lies between takes no part and keeps its cache rows.
+    fn decode_batch(&self, slots: &[usize]) -> Option<Batch> {
+        let range = *slots.first()?..slots.last()? + 1;
+        let rows = range.clone().map(|slot| match &self.slots[slot] {
+            Some((_, sequence)) if slots.contains(&slot) => {
+                let tokens = sequence.pending().to_vec();
+                let logits = tokens.len() - 1..tokens.len();
+                BatchRow {
+                    start: sequence.cached(),
+                    tokens,
+                    logits,
+                }
+            }
+            Some((_, sequence)) => BatchRow::gap(sequence.cached()),
+            None => BatchRow::gap(0),
+        });
+        Some(self.batch(range.start, rows.collect()))
+    }
+
+    fn batch(&self, first_slot: usize, rows: Vec<BatchRow>) -> Batch {
+        let longest = |length: fn(&BatchRow) -> usize| rows.iter().map(length).max().unwrap_or(0);
+        let width = self.rule.width(longest(|row| row.tokens.len()));
+        let logit_width = self.rule.width(longest(|row| row.logits.len()).max(1));
+        Batch {
+            first_slot,
+            rows,
+            width,
+            logit_width,
+            taps: false,
+        }
+    }
+
+    /// Runs a pass and commits its rows to the sequences in `slots`, all of which it carries.
+    fn run_pass(&mut self, batch: &Batch, slots: &[usize], report: &mut StepReport) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.target.forward(batch)));
+        let fault = match outcome {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(describe(&error)),
+            Err(panic) => Some(panic_text(panic.as_ref())),
+        };
+        for &slot in slots {
+            let Some((arrival, mut sequence)) = self.slots[slot].take() else {
+                continue;
+            };
+            let row_index = slot - batch.first_slot;
+            let result = match &fault {
+                Some(fault) => Err(EngineError::StepFailed(fault.clone())),
+                None => catch_unwind(AssertUnwindSafe(|| {
+                    self.commit_row(&mut sequence, row_index, &batch.rows[row_index])
+                }))
+                .unwrap_or_else(|panic| Err(EngineError::StepFailed(panic_text(panic.as_ref())))),
+            };
+            match result {
+                Ok((Progress::Running, committed)) => {
+                    report.committed_tokens += committed;
+                    self.slots[slot] = Some((arrival, sequence));
+                }
+                Ok((Progress::Finished, committed)) => report.committed_tokens += committed,
+                Err(error) => {
+                    tracing::warn!(request_id = sequence.request().id, %error, "request failed");
+                    report.failed += 1;
+                    sequence.fail(error);
+                }
+            }
+        }
+    }
+
+    /// Walks the rows of logits a sequence got, token by token.
+    ///
+    /// Row `i` of `row.tokens` judges position `start + i + 1`. Where the sequence has a token there already (the prompt), it is scored.
+    /// Where it has none, the target chooses; if the row after it was fed with another token than the choice, that row and all later ones are void.
+    fn commit_row(
+        &mut self,
+        sequence: &mut Sequence,
+        index: usize,
+        row: &BatchRow,
+    ) -> Result<(Progress, usize), EngineError> {
+        let Range { start: first, end } = row.logits.clone();
+        let prompt_tokens = sequence.request().prompt.len();
+        let mut committed = 0;
+        // Everything that was fed from the sequence itself is valid whatever the logits say.
+        sequence.set_cached(row.start + row.tokens.len().min(sequence.pending().len()));
+        for fed in first..end {
+            let logits = self.target.logits(index, fed - first);
+            let position = row.start + fed + 1;
+            if let Some(id) = sequence.token_at(position) {
+                if let Some(top) = sequence.request().prompt_logprobs {
+                    let scored =
+                        logprobs(logits, id, top).map_err(|_| EngineError::NonFiniteLogits)?;
+                    sequence.record_prompt_logprobs(scored);
+                }
+                continue;
+            }
+            if position == prompt_tokens && sequence.prompt_done() == Progress::Finished {
+                return Ok((Progress::Finished, committed));
+            }
+            let id = self
+                .sampler
+                .choose(logits, sequence.context())
+                .map_err(|_| EngineError::NonFiniteLogits)?;
+            let scored = match sequence.request().logprobs {
+                Some(top) => {
+                    Some(logprobs(logits, id, top).map_err(|_| EngineError::NonFiniteLogits)?)
+                }
+                None => None,
+            };
+            committed += 1;
+            if sequence.commit(id, scored, &self.eos) == Progress::Finished {
+                return Ok((Progress::Finished, committed));
+            }
+            if row.tokens.get(fed + 1) != Some(&id) {
+                break;
+            }
+            sequence.set_cached(position + 1);
+        }
+        Ok((Progress::Running, committed))
+    }
+}
+
+fn describe(error: &ModelError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("panic: {}", text.unwrap_or("of unknown type"))
+}

@@ -1,0 +1,131 @@
+//! A target for tests: its logits are a hash of the tokens in the slot, so any slip of cache rows, positions or slots changes the output.
+
+use super::{Batch, BatchRow, ModelError, Target, TargetShape};
+
+/// Stands in cache rows that only served as padding; reading one changes the hash.
+const PADDING: u32 = u32::MAX;
+
+/// Size of the vocabulary.
+pub(crate) const VOCAB_SIZE: usize = 64;
+
+type Hook = Box<dyn FnMut(&Batch) -> Result<(), ModelError> + Send>;
+
+pub(crate) struct FakeTarget {
+    shape: TargetShape,
+    slots: Vec<Vec<u32>>,
+    logits: Vec<Vec<Vec<f32>>>,
+    /// Added to one logit of every row, to play kernels that depend on shape or content.
+    disturbance: fn(&Batch) -> f32,
+    /// Called before each pass; may fail or panic.
+    before: Hook,
+}
+
+impl FakeTarget {
+    pub(crate) fn new(slots: usize, context_tokens: usize) -> Self {
+        let shape = TargetShape {
+            slots,
+            context_tokens,
+            headroom_tokens: 32,
+            vocab_size: VOCAB_SIZE,
+            tap_size: 0,
+        };
+        Self {
+            shape,
+            slots: vec![Vec::new(); slots],
+            logits: Vec::new(),
+            disturbance: |_| 0.0,
+            before: Box::new(|_| Ok(())),
+        }
+    }
+
+    pub(crate) fn disturbed(disturbance: fn(&Batch) -> f32) -> Self {
+        Self {
+            disturbance,
+            ..Self::new(4, 128)
+        }
+    }
+
+    pub(crate) fn disturb(&mut self, disturbance: fn(&Batch) -> f32) {
+        self.disturbance = disturbance;
+    }
+
+    pub(crate) fn before(
+        mut self,
+        before: impl FnMut(&Batch) -> Result<(), ModelError> + Send + 'static,
+    ) -> Self {
+        self.before = Box::new(before);
+        self
+    }
+
+    /// The logits after these tokens.
+    pub(crate) fn logits_after(tokens: &[u32]) -> Vec<f32> {
+        let mut state = tokens
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325u64, |hash, &token| {
+                (hash ^ u64::from(token)).wrapping_mul(0x0000_0100_0000_01b3)
+            });
+        let column = |_| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / 2_097_152.0
+        };
+        (0..VOCAB_SIZE).map(column).collect()
+    }
+}
+
+impl Target for FakeTarget {
+    fn shape(&self) -> &TargetShape {
+        &self.shape
+    }
+
+    fn forward(&mut self, batch: &Batch) -> Result<(), ModelError> {
+        (self.before)(batch)?;
+        let disturbance = (self.disturbance)(batch);
+        self.logits.clear();
+        for (
+            index,
+            BatchRow {
+                start,
+                tokens,
+                logits,
+            },
+        ) in batch.rows.iter().enumerate()
+        {
+            let cache = &mut self.slots[batch.first_slot + index];
+            assert!(
+                *start <= cache.len(),
+                "rows {}..{start} of slot {} were never written",
+                cache.len(),
+                batch.first_slot + index
+            );
+            assert!(
+                !cache[..*start].contains(&PADDING),
+                "a padding row is used as if it were valid"
+            );
+            assert!(
+                tokens.len() <= batch.width
+                    && start + batch.width
+                        <= self.shape.context_tokens + self.shape.headroom_tokens
+            );
+            cache.truncate(*start);
+            cache.extend(tokens);
+            let rows = logits.clone().map(|row| {
+                let mut logits = Self::logits_after(&cache[..start + row + 1]);
+                logits[0] += disturbance;
+                logits
+            });
+            self.logits.push(rows.collect());
+            cache.resize(start + batch.width, PADDING);
+        }
+        Ok(())
+    }
+
+    fn logits(&self, row: usize, index: usize) -> &[f32] {
+        &self.logits[row][index]
+    }
+
+    fn taps(&self, _row: usize, _index: usize) -> &[f32] {
+        &[]
+    }
+}

@@ -1,0 +1,113 @@
+//! Memory that ONNX Runtime reads and writes in place, and views of parts of it.
+//!
+//! `ort` can bind only tensors that it allocated itself; a view of a slab, of a range of its slots or of a growing output buffer is none of these.
+//! [`view`] makes such a view through the C interface.
+#![expect(
+    unsafe_code,
+    reason = "ONNX Runtime takes raw addresses of caller-owned memory"
+)]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+
+use ort::AsPointer;
+use ort::memory::Allocator;
+use ort::ortsys;
+use ort::value::{DynTensor, DynTensorValueType, TensorElementType, Value};
+
+/// Alignment of every buffer: one cache line, and the widest vector register.
+const ALIGNMENT_BYTES: usize = 64;
+
+/// Zeroed, aligned memory of fixed size. Pages are taken from the system only when they are first touched.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    address: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the buffer owns its memory and hands out addresses only to callers that hold a reference to it.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    /// Allocates `size_bytes`, at least one alignment unit.
+    pub(super) fn zeroed(size_bytes: usize) -> Self {
+        let layout = Layout::from_size_align(size_bytes.max(ALIGNMENT_BYTES), ALIGNMENT_BYTES)
+            .expect("buffer sizes are far below isize::MAX");
+        // SAFETY: the layout has a size above zero.
+        let address = unsafe { alloc_zeroed(layout) };
+        let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
+        Self { address, layout }
+    }
+
+    /// Size in bytes.
+    pub(super) fn len_bytes(&self) -> usize {
+        self.layout.size()
+    }
+
+    /// The first `len` values as fp32.
+    pub(super) fn as_f32(&self, len: usize) -> &[f32] {
+        assert!(
+            len * size_of::<f32>() <= self.len_bytes(),
+            "view of {len} values is longer than the buffer"
+        );
+        // SAFETY: the memory is initialised (zeroed), aligned, long enough, and every bit pattern is a valid f32.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<f32>(), len) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this layout.
+        unsafe { dealloc(self.address.as_ptr(), self.layout) }
+    }
+}
+
+/// A tensor over `shape` elements of `buffer`, starting `offset_bytes` in. ONNX Runtime reads and writes the memory itself; nothing is copied.
+///
+/// # Safety
+///
+/// The caller keeps `buffer` alive for as long as the tensor, or any binding that holds it, can be used in a run,
+/// and does not look at the memory while a run is going on.
+pub(super) unsafe fn view(
+    allocator: &Allocator,
+    buffer: &Buffer,
+    offset_bytes: usize,
+    element: TensorElementType,
+    element_bytes: usize,
+    shape: &[i64],
+) -> ort::Result<DynTensor> {
+    let elements = shape.iter().try_fold(1usize, |product, &dim| {
+        usize::try_from(dim)
+            .ok()
+            .and_then(|dim| product.checked_mul(dim))
+    });
+    let size_bytes = elements
+        .and_then(|elements| elements.checked_mul(element_bytes))
+        .filter(|size| {
+            offset_bytes
+                .checked_add(*size)
+                .is_some_and(|end| end <= buffer.len_bytes())
+        })
+        .ok_or_else(|| {
+            ort::Error::new(format!(
+                "a view of shape {shape:?} at byte {offset_bytes} leaves its buffer of {} bytes",
+                buffer.len_bytes()
+            ))
+        })?;
+    let info = allocator.memory_info();
+    let mut value: *mut ort::sys::OrtValue = std::ptr::null_mut();
+    // SAFETY: address and size stay inside the buffer (checked above); the shape pointer is valid for the call.
+    ortsys![unsafe CreateTensorWithDataAsOrtValue(
+        info.ptr(),
+        buffer.address.as_ptr().add(offset_bytes).cast(),
+        size_bytes,
+        shape.as_ptr(),
+        shape.len(),
+        element.into(),
+        &mut value
+    )?];
+    let value =
+        NonNull::new(value).ok_or_else(|| ort::Error::new("ONNX Runtime made no tensor"))?;
+    // SAFETY: the value was just made, is a tensor, and is owned by nobody else; the allocator is only kept alive by it, never asked to free the memory.
+    Ok(unsafe { Value::<DynTensorValueType>::from_ptr(value, Some(allocator)) })
+}
