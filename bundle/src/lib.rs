@@ -7,6 +7,7 @@ pub mod contract;
 pub mod create;
 pub mod digest;
 pub mod facts;
+pub mod lock;
 pub mod manifest;
 pub mod onnx;
 pub mod paths;
