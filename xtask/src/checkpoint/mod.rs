@@ -3,6 +3,17 @@
 //! Readers (GGUF, Hugging Face directories) bring every format to this form: Hugging Face tensor names, `[out, in]` matrices, fp32 values, and rotary
 //! rows in half-split order. The exporter knows nothing of formats. A feature that this form can't express is an error in the reader.
 
+mod gguf;
+mod inventory;
+mod source;
+#[cfg(test)]
+mod testing;
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, bail};
 use outrider_bundle::manifest::{GenerationDefaults, Source};
 
 /// A decoder-only checkpoint.
@@ -130,4 +141,25 @@ pub struct TextFiles {
     pub eos_token: Option<String>,
     /// Whether the tokenizer puts the beginning-of-sequence token before a plain prompt.
     pub add_bos: bool,
+}
+
+/// Opens a checkpoint: a GGUF file, or a directory as Hugging Face publishes them.
+///
+/// Reads every weight file once, for its digest; tensors are read when they are asked for.
+pub fn open(path: &Path) -> anyhow::Result<Checkpoint> {
+    let read = || {
+        if path.join("config.json").is_file() {
+            bail!("not yet");
+        }
+        if path.is_dir() {
+            bail!("the directory has no config.json");
+        }
+        let mut start = Vec::new();
+        File::open(path)?.take(4).read_to_end(&mut start)?;
+        if start != gguf::MAGIC {
+            bail!("neither a GGUF file nor a directory with a config.json");
+        }
+        gguf::read(path)
+    };
+    read().with_context(|| format!("checkpoint {}", path.display()))
 }
