@@ -11,6 +11,7 @@
 
 pub mod bundle;
 pub mod checkpoint;
+pub mod export;
 pub mod python;
 pub mod server_process;
 pub mod workspace;

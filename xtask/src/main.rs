@@ -10,7 +10,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::bundle;
+use xtask::{bundle, export};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -24,11 +24,14 @@ struct Cli {
 enum Task {
     /// Make, check and show model bundles
     Bundle(bundle::Args),
+    /// Turn a checkpoint into an ONNX graph in a bundle
+    Export(export::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
         Task::Bundle(args) => bundle::run(args),
+        Task::Export(args) => export::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

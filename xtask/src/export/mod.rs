@@ -1,0 +1,231 @@
+//! `cargo xtask export`: turns a checkpoint into a target graph in a bundle.
+//!
+//! The graph contract is in [`decoder`]. Everything here is a pure function of checkpoint and options: the same input gives the same bytes on every
+//! machine, with any number of threads.
+
+mod attention;
+mod convert;
+mod data_file;
+mod decoder;
+mod graph;
+mod linear;
+mod rope;
+mod tensors;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use outrider_bundle::Manifest;
+use outrider_bundle::create::Builder;
+use outrider_bundle::manifest::{self, Attention, Precision, TargetFacts, TextFacts};
+use outrider_bundle::onnx::DataType;
+
+use crate::checkpoint::{self, Checkpoint};
+use decoder::Exporter;
+use graph::GraphBuilder;
+use tensors::Tensors;
+
+/// Name of the graph file in a bundle.
+pub const GRAPH_NAME: &str = "model.onnx";
+
+/// Name of the file with the graph's large constants.
+pub const DATA_NAME: &str = "model.onnx.data";
+
+const TOKENIZER_NAME: &str = "tokenizer.json";
+const TEMPLATE_NAME: &str = "chat_template.jinja";
+
+/// Arguments of `cargo xtask export`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// GGUF file, or directory with config.json and safetensors files
+    #[arg(long, value_name = "PATH")]
+    model: PathBuf,
+    /// Bundle directory to write; a bundle that is there is replaced
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Numeric form of the weights
+    #[arg(long, value_parser = spelled::<Precision>(&["fp32", "fp16", "bf16", "int8", "int4"]))]
+    precision: Precision,
+    /// Attention nodes: the server's own operator, or standard operators
+    #[arg(long, default_value = "native", value_parser = spelled::<Attention>(&["native", "portable"]))]
+    attention: Attention,
+    /// 0-based layers whose output a draft model reads, rising, separated by commas
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    taps: Vec<usize>,
+    /// Model name that callers see, instead of the checkpoint's
+    #[arg(long)]
+    name: Option<String>,
+}
+
+/// Runs the task.
+pub fn run(args: Args) -> Result<()> {
+    let mut checkpoint = checkpoint::open(&args.model)?;
+    if let Some(name) = args.name {
+        checkpoint.name = name;
+    }
+    let options = Options {
+        precision: args.precision,
+        attention: args.attention,
+        taps: args.taps,
+    };
+    let manifest = write_bundle(&checkpoint, &options, &args.out)?;
+    let bytes: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
+    println!(
+        "{}: {}, {} MB, sha256 {}",
+        args.out.display(),
+        manifest.name,
+        bytes / 1_000_000,
+        manifest.digest()
+    );
+    Ok(())
+}
+
+/// What kind of graph is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Numeric form of the weights.
+    pub precision: Precision,
+    /// Form of the attention nodes.
+    pub attention: Attention,
+    /// 0-based layers whose output the graph gives out, rising.
+    pub taps: Vec<usize>,
+}
+
+/// Writes a bundle: it appears under its name when it is complete. A bundle of that name is replaced; any other directory that isn't empty is refused.
+pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> Result<Manifest> {
+    let cannot = || format!("cannot write the bundle {}", out.display());
+    let out = std::path::absolute(out).with_context(cannot)?;
+    let (Some(parent), Some(name)) = (out.parent(), out.file_name()) else {
+        bail!("{} is no directory that can be made", out.display());
+    };
+    fs::create_dir_all(parent).with_context(cannot)?;
+    check_replaceable(&out)?;
+
+    let aside = tempfile::Builder::new()
+        .prefix(&format!(".{}.partial-", name.to_string_lossy()))
+        .tempdir_in(parent)
+        .with_context(cannot)?;
+    let target = write_graph(checkpoint, options, aside.path())?;
+    let text = &checkpoint.text;
+    fs::write(aside.path().join(TOKENIZER_NAME), &text.tokenizer_json).with_context(cannot)?;
+    if let Some(template) = &text.chat_template {
+        fs::write(aside.path().join(TEMPLATE_NAME), template).with_context(cannot)?;
+    }
+    let manifest = Builder {
+        name: checkpoint.name.clone(),
+        target,
+        draft: None,
+        text: TextFacts {
+            tokenizer: TOKENIZER_NAME.to_owned(),
+            chat_template: text
+                .chat_template
+                .is_some()
+                .then(|| TEMPLATE_NAME.to_owned()),
+            bos_token: text.bos_token.clone(),
+            eos_token: text.eos_token.clone(),
+            add_bos: text.add_bos,
+        },
+        generation: checkpoint.generation.clone(),
+        tools: BTreeMap::from([(
+            "outrider-export".to_owned(),
+            env!("CARGO_PKG_VERSION").to_owned(),
+        )]),
+        sources: checkpoint.sources.clone(),
+    }
+    .write(aside.path())
+    .map_err(|error| anyhow!("{}", error.lines().join("; ")))
+    .with_context(cannot)?;
+
+    if out.exists() {
+        let old = tempfile::Builder::new()
+            .prefix(&format!(".{}.old-", name.to_string_lossy()))
+            .tempdir_in(parent)
+            .with_context(cannot)?;
+        fs::rename(&out, old.path().join("bundle")).with_context(cannot)?;
+    }
+    fs::rename(aside.path(), &out).with_context(cannot)?;
+    // The directory has moved away under its new name.
+    let _ = aside.keep();
+    Ok(manifest)
+}
+
+/// Writes the graph of a checkpoint, [`GRAPH_NAME`] and [`DATA_NAME`], into a directory and returns what is to be known about it.
+pub fn write_graph(checkpoint: &Checkpoint, options: &Options, dir: &Path) -> Result<TargetFacts> {
+    let config = &checkpoint.config;
+    decoder::check(config, options)?;
+    let graph = GraphBuilder::create(dir, DATA_NAME)
+        .with_context(|| format!("cannot write {}", dir.join(DATA_NAME).display()))?;
+    let tensors = Tensors::new(checkpoint.weights.as_ref());
+    let facts = TargetFacts {
+        graph: GRAPH_NAME.to_owned(),
+        architecture: config.architecture.clone(),
+        precision: options.precision,
+        attention: options.attention,
+        layers: config.layers,
+        hidden_size: config.hidden_size,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        vocab_size: config.vocab_size,
+        context_tokens: config.context_tokens,
+        kv_dtype: kv_dtype(options.precision).to_owned(),
+        taps: options.taps.clone(),
+    };
+    let taps: Vec<String> = options.taps.iter().map(usize::to_string).collect();
+    let metadata = [
+        ("outrider.architecture", config.architecture.clone()),
+        ("outrider.attention", spelling(&options.attention)),
+        ("outrider.precision", spelling(&options.precision)),
+        ("outrider.taps", taps.join(",")),
+    ];
+    Exporter::new(config, options, graph, tensors)
+        .build()?
+        .finish(&dir.join(GRAPH_NAME), &config.architecture, &metadata)
+        .with_context(|| format!("cannot write {}", dir.join(GRAPH_NAME).display()))?;
+    Ok(facts)
+}
+
+/// Fails if there is something under the name of a new bundle that isn't a bundle or an empty directory.
+fn check_replaceable(out: &Path) -> Result<()> {
+    if !out.exists() || out.join(manifest::FILE_NAME).is_file() {
+        return Ok(());
+    }
+    let mut entries = fs::read_dir(out)
+        .with_context(|| format!("{} is in the way of the bundle", out.display()))?;
+    match entries.next() {
+        None => Ok(()),
+        Some(_) => bail!(
+            "{} is neither a bundle nor an empty directory, it is left as it is",
+            out.display()
+        ),
+    }
+}
+
+fn kv_dtype(precision: Precision) -> &'static str {
+    match decoder::element(precision) {
+        DataType::Float16 => "float16",
+        DataType::Bfloat16 => "bfloat16",
+        _ => "float32",
+    }
+}
+
+/// A value as the manifest spells it.
+fn spelling(value: &impl serde::Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(spelling)) => spelling,
+        other => unreachable!("precision and attention are spelled as strings, not {other:?}"),
+    }
+}
+
+/// Reads a value as the manifest spells it.
+fn spelled<T>(spellings: &'static [&'static str]) -> impl TypedValueParser<Value = T>
+where
+    T: serde::de::DeserializeOwned + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(spellings).map(|spelling| {
+        serde_json::from_value(serde_json::Value::String(spelling))
+            .expect("the possible values are those of the manifest")
+    })
+}
