@@ -21,8 +21,11 @@ const ALIGNMENT_BYTES: usize = 64;
 /// Zeroed, aligned memory of fixed size. Pages are taken from the system only when they are first touched.
 #[derive(Debug)]
 pub(super) struct Buffer {
-    address: NonNull<u8>,
+    allocation: NonNull<u8>,
     layout: Layout,
+    /// The first aligned byte of the allocation.
+    address: NonNull<u8>,
+    len_bytes: usize,
 }
 
 // SAFETY: the buffer owns its memory and hands out addresses only to callers that hold a reference to it.
@@ -31,17 +34,26 @@ unsafe impl Send for Buffer {}
 impl Buffer {
     /// Allocates `size_bytes`, at least one alignment unit.
     pub(super) fn zeroed(size_bytes: usize) -> Self {
-        let layout = Layout::from_size_align(size_bytes.max(ALIGNMENT_BYTES), ALIGNMENT_BYTES)
+        let len_bytes = size_bytes.max(ALIGNMENT_BYTES);
+        // Aligned by hand: an allocation with an alignment of its own is zeroed by writing to it, which would touch every page.
+        let layout = Layout::array::<u8>(len_bytes + ALIGNMENT_BYTES)
             .expect("buffer sizes are far below isize::MAX");
         // SAFETY: the layout has a size above zero.
-        let address = unsafe { alloc_zeroed(layout) };
-        let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
-        Self { address, layout }
+        let allocation = unsafe { alloc_zeroed(layout) };
+        let allocation = NonNull::new(allocation).unwrap_or_else(|| handle_alloc_error(layout));
+        // SAFETY: the offset is below ALIGNMENT_BYTES, which the layout has in excess.
+        let address = unsafe { allocation.add(allocation.align_offset(ALIGNMENT_BYTES)) };
+        Self {
+            allocation,
+            layout,
+            address,
+            len_bytes,
+        }
     }
 
     /// Size in bytes.
     pub(super) fn len_bytes(&self) -> usize {
-        self.layout.size()
+        self.len_bytes
     }
 
     /// The first `len` values as fp32.
@@ -58,7 +70,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: allocated in `zeroed` with this layout.
-        unsafe { dealloc(self.address.as_ptr(), self.layout) }
+        unsafe { dealloc(self.allocation.as_ptr(), self.layout) }
     }
 }
 
