@@ -9,11 +9,11 @@ use super::{Batch, BatchRow, ModelError, Target};
 /// Widths that are compared: every one a short block can have, and some that fall between the tile sizes of common kernels.
 const WIDTHS: [usize; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33];
 
-/// Widths that are compared in batches.
-const BATCHED_WIDTHS: [usize; 4] = [1, 2, 3, 8];
+/// Widths that are compared again at another position and in batches.
+const FEW_WIDTHS: [usize; 4] = [1, 2, 3, 8];
 
-/// Positions at which a width is tried in a lone sequence.
-const STARTS: [usize; 2] = [16, 27];
+/// Positions at which widths are tried in a lone sequence, and which ones.
+const TRIALS: [(usize, &[usize]); 2] = [(16, &WIDTHS), (27, &FEW_WIDTHS)];
 
 /// Length of the shared beginning of every sequence, which is fed to all slots at once.
 const PREFIX_TOKENS: usize = 16;
@@ -268,7 +268,7 @@ impl<'a> Probe<'a> {
         let prefix_rows = vec![self.row(0, prefix, 1); slots];
         let logits = self.run(0, &prefix_rows, prefix, 2)?;
         self.compare(&mut found, prefix, 2, prefix - 1, prefix, slots, &logits);
-        for start in STARTS {
+        for (start, widths) in TRIALS {
             // Cache rows left by a width that differs must not reach the next start.
             if length > prefix {
                 self.run(
@@ -297,12 +297,12 @@ impl<'a> Probe<'a> {
                 );
             }
         }
-        let mut batches = vec![2, 3, slots / 2, slots];
+        let mut batches = vec![2, slots];
         batches.retain(|&batch| batch > 1 && batch <= slots);
         batches.sort_unstable();
         batches.dedup();
         for batch in batches {
-            for width in BATCHED_WIDTHS
+            for width in FEW_WIDTHS
                 .into_iter()
                 .filter(|width| prefix + width <= length)
             {
