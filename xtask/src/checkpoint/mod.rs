@@ -4,6 +4,7 @@
 //! rows in half-split order. The exporter knows nothing of formats. A feature that this form can't express is an error in the reader.
 
 mod gguf;
+mod hugging_face;
 mod inventory;
 mod source;
 #[cfg(test)]
@@ -13,7 +14,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, ensure};
 use outrider_bundle::manifest::{GenerationDefaults, Source};
 
 /// A decoder-only checkpoint.
@@ -143,22 +144,96 @@ pub struct TextFiles {
     pub add_bos: bool,
 }
 
+impl DecoderConfig {
+    /// More layers than any model has; a bound on what a damaged file can ask for.
+    const MAX_LAYERS: usize = 4096;
+    /// Bound on every size, so that no product of two of them overflows.
+    const MAX_SIZE: usize = i32::MAX as usize;
+
+    /// Refuses sizes that no decoder can have.
+    fn check(&self) -> anyhow::Result<()> {
+        for (what, size) in [
+            ("vocabulary", self.vocab_size),
+            ("hidden size", self.hidden_size),
+            ("feed-forward size", self.intermediate_size),
+            ("number of layers", self.layers),
+            ("number of heads", self.heads),
+            ("number of key/value heads", self.kv_heads),
+            ("head size", self.head_dim),
+            ("context length", self.context_tokens),
+        ] {
+            ensure!(
+                (1..=Self::MAX_SIZE).contains(&size),
+                "{what} {size} is out of range, allowed are 1 to {}",
+                Self::MAX_SIZE
+            );
+        }
+        ensure!(
+            self.layers <= Self::MAX_LAYERS,
+            "number of layers {} is out of range, allowed are 1 to {}",
+            self.layers,
+            Self::MAX_LAYERS
+        );
+        ensure!(
+            self.heads.is_multiple_of(self.kv_heads),
+            "{} heads can't share {} key/value heads",
+            self.heads,
+            self.kv_heads
+        );
+        ensure!(
+            self.head_dim.is_multiple_of(2),
+            "head size {} is not even, so it can't be rotated",
+            self.head_dim
+        );
+        ensure!(
+            self.norm_epsilon.is_finite() && self.norm_epsilon > 0.0,
+            "norm epsilon {} is not positive",
+            self.norm_epsilon
+        );
+        ensure!(
+            self.rope.theta.is_finite() && self.rope.theta > 1.0,
+            "rope theta {} is not above 1",
+            self.rope.theta
+        );
+        let empty = self.windows.iter().position(|window| *window == Some(0));
+        ensure!(
+            empty.is_none(),
+            "the sliding window of layer {} is empty",
+            empty.unwrap_or_default()
+        );
+        Ok(())
+    }
+}
+
 /// Opens a checkpoint: a GGUF file, or a directory as Hugging Face publishes them.
 ///
 /// Reads every weight file once, for its digest; tensors are read when they are asked for.
 pub fn open(path: &Path) -> anyhow::Result<Checkpoint> {
+    open_allowing(path, &[])
+}
+
+/// As [`open`], but lets the keys in `unknown_config` stand in `config.json` although the reader doesn't know what they mean.
+///
+/// For keys that the caller knows to change nothing in the forward pass; a key that isn't there, or is known, is an error.
+pub fn open_allowing(path: &Path, unknown_config: &[String]) -> anyhow::Result<Checkpoint> {
     let read = || {
-        if path.join("config.json").is_file() {
-            bail!("not yet");
-        }
         if path.is_dir() {
-            bail!("the directory has no config.json");
+            ensure!(
+                path.join("config.json").is_file(),
+                "the directory has no config.json"
+            );
+            return hugging_face::read(path, unknown_config);
         }
+        ensure!(
+            unknown_config.is_empty(),
+            "only a directory with a config.json can have unknown settings"
+        );
         let mut start = Vec::new();
         File::open(path)?.take(4).read_to_end(&mut start)?;
-        if start != gguf::MAGIC {
-            bail!("neither a GGUF file nor a directory with a config.json");
-        }
+        ensure!(
+            start == gguf::MAGIC,
+            "neither a GGUF file nor a directory with a config.json"
+        );
         gguf::read(path)
     };
     read().with_context(|| format!("checkpoint {}", path.display()))

@@ -76,6 +76,7 @@ pub fn read(path: &Path) -> anyhow::Result<Checkpoint> {
     );
 
     let config = config(&gguf)?;
+    config.check()?;
     let tokenizer = tokenizer::read(metadata, config.vocab_size)?;
     let licence = metadata.text("general.license")?.and_then(source::spdx);
     let sources = vec![source::describe(path, licence)?];
@@ -141,16 +142,12 @@ fn config(gguf: &Gguf) -> anyhow::Result<DecoderConfig> {
         "llama.block_count is {layers}, but the file has {} tensors",
         tensors.len()
     );
-    ensure!(
-        heads > 0 && kv_heads > 0 && heads.is_multiple_of(kv_heads),
-        "{heads} heads can't share {kv_heads} key/value heads"
-    );
 
     let head_dim = match metadata.size("llama.attention.key_length")? {
         Some(key_length) => key_length,
         None => {
             ensure!(
-                hidden_size.is_multiple_of(heads),
+                heads > 0 && hidden_size.is_multiple_of(heads),
                 "llama.embedding_length {hidden_size} is not a multiple of {heads} heads"
             );
             hidden_size / heads
@@ -168,10 +165,6 @@ fn config(gguf: &Gguf) -> anyhow::Result<DecoderConfig> {
     ensure!(
         rotated == head_dim,
         "llama.rope.dimension_count {rotated} differs from the head size {head_dim}: partial rotation is not supported"
-    );
-    ensure!(
-        head_dim > 0 && head_dim.is_multiple_of(2),
-        "head size {head_dim} is not even"
     );
 
     let embedding = tensors
