@@ -278,7 +278,11 @@ impl<'a> Probe<'a> {
                     2,
                 )?;
             }
-            for width in WIDTHS.into_iter().filter(|width| start + width <= length) {
+            for width in widths
+                .iter()
+                .copied()
+                .filter(|width| start + width <= length)
+            {
                 let logits = self.run(0, &[self.row(start, width, width)], width, width)?;
                 self.compare(&mut found, width, width, start, start + width, 1, &logits);
             }
