@@ -1,0 +1,481 @@
+//! Rotary embedding, cache write and attention over a static KV cache, as pure functions over slices; no ONNX Runtime.
+//!
+//! **Exactness.** What a query row gets depends on that row, the keys it sees and their places in the cache, and on nothing else.
+//! Keys are taken in tiles and splits that begin at fixed multiples counted from the first row of the cache, each in a fixed order,
+//! so the bits of a row are the same for any number of new tokens, any batch, any cache capacity, any number of threads and any neighbours.
+//! How the work is cut into tasks ([`Plan`]) is free: it never changes the order of operations within a row.
+//!
+//! **Reads.** Only keys and values that some row of the call sees are read; stale rows behind them may hold anything, NaN included.
+//!
+//! The 16-bit element types are widened to `f32` tile by tile; all arithmetic is `f32`.
+
+mod element;
+mod geometry;
+mod kernel;
+mod plan;
+mod prepare;
+mod shared;
+#[cfg(test)]
+mod tests;
+
+use std::{cell::Cell, ops::Range};
+
+pub use self::{
+    element::Element,
+    geometry::{AttentionError, Attributes, Geometry, RotaryLayout, TensorShapes},
+};
+use self::{
+    kernel::{Finish, Merge, State, TILE, Tile},
+    plan::{Plan, SPLIT, Task},
+    shared::SharedMut,
+};
+use crate::ops::simd::{InstructionSet, MAX_LANES};
+
+/// Runs independent tasks, in any order, on any threads.
+pub trait Pool {
+    /// Calls `task` once with every number below `tasks` and returns when all calls have returned.
+    fn for_each(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<(), AttentionError>;
+}
+
+/// The inputs of one call but for the caches; row-major, shapes as in [`TensorShapes`].
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a, T> {
+    /// `[batch, tokens, num_heads · head_dim]`.
+    pub query: &'a [T],
+    /// `[batch, tokens, kv_num_heads · head_dim]`.
+    pub key: &'a [T],
+    /// `[batch, tokens, kv_num_heads · head_dim]`.
+    pub value: &'a [T],
+    /// `[batch, tokens]`: row of the rotary tables for each new token.
+    pub position_ids: &'a [i64],
+    /// `[batch]`: cache row of the first new token.
+    pub write_indices: &'a [i64],
+    /// `[batch]`: valid cache rows, the new ones included.
+    pub nonpad_kv_seqlen: &'a [i64],
+    /// `[positions, rotary_dim / 2]`.
+    pub cos: &'a [f32],
+    /// `[positions, rotary_dim / 2]`.
+    pub sin: &'a [f32],
+    /// `[head_dim]`: weight of the RMS norm of each query head.
+    pub q_norm: Option<&'a [f32]>,
+    /// `[head_dim]`: weight of the RMS norm of each key head.
+    pub k_norm: Option<&'a [f32]>,
+}
+
+/// Memory that calls reuse; it grows to the largest call and never shrinks.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    queries: Vec<f32>,
+    partials: Vec<f32>,
+}
+
+/// Copies the cache rows a call keeps from the caller's cache to the one the call updates, where they are not the same memory.
+///
+/// For each sequence these are the valid rows, `0..nonpad_kv_seqlen`, but for those [`attend`] writes anyway.
+/// Rows behind them are left as they are: nothing reads them before they are written.
+pub fn copy_kept_rows<T: Element>(
+    geometry: &Geometry,
+    inputs: &Inputs<'_, T>,
+    from: &[T],
+    to: &mut [T],
+) -> Result<(), AttentionError> {
+    geometry.check_values(inputs)?;
+    let width = geometry.kv_width();
+    for batch in 0..geometry.batch {
+        let valid = inputs.nonpad_kv_seqlen[batch] as usize;
+        let written = inputs.write_indices[batch] as usize;
+        let first = batch * geometry.capacity;
+        for kept in [0..valid.min(written), written + geometry.tokens..valid] {
+            if !kept.is_empty() {
+                let elements = (first + kept.start) * width..(first + kept.end) * width;
+                to[elements.clone()].copy_from_slice(&from[elements]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes the new keys and values into the caches and the attention of every query to `output`.
+///
+/// `output` is `[batch, tokens, num_heads · head_dim]`, the caches are `[batch, capacity, kv_num_heads · head_dim]`.
+/// Query `i` of a sequence stands at cache row `p = i + nonpad_kv_seqlen - tokens` and sees cache row `j` exactly when
+/// `j < nonpad_kv_seqlen`, `j <= p` if the attention is causal, and `|p - j| < window` if there is a window.
+/// A query that sees no row gives zeros.
+pub fn attend<T: Element>(
+    geometry: &Geometry,
+    inputs: &Inputs<'_, T>,
+    key_cache: &mut [T],
+    value_cache: &mut [T],
+    output: &mut [T],
+    scratch: &mut Scratch,
+    pool: &impl Pool,
+) -> Result<(), AttentionError> {
+    attend_with(
+        InstructionSet::detect(),
+        geometry,
+        inputs,
+        key_cache,
+        value_cache,
+        output,
+        scratch,
+        pool,
+    )
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one private step below the public function, for tests of every instruction set"
+)]
+fn attend_with<T: Element>(
+    instructions: InstructionSet,
+    geometry: &Geometry,
+    inputs: &Inputs<'_, T>,
+    key_cache: &mut [T],
+    value_cache: &mut [T],
+    output: &mut [T],
+    scratch: &mut Scratch,
+    pool: &impl Pool,
+) -> Result<(), AttentionError> {
+    geometry.check_values(inputs)?;
+    let cache_elements = geometry.batch * geometry.capacity * geometry.kv_width();
+    assert!(
+        key_cache.len() == cache_elements
+            && value_cache.len() == cache_elements
+            && output.len() == inputs.query.len()
+    );
+    if output.is_empty() {
+        return Ok(());
+    }
+
+    let plan = Plan::new(geometry, inputs.nonpad_kv_seqlen);
+    let width = geometry.padded_head_dim();
+    grow(
+        &mut scratch.queries,
+        geometry.batch * geometry.tokens * geometry.num_heads() * width,
+    );
+    grow(&mut scratch.partials, plan.partial_elements(width));
+
+    prepare::prepare(
+        geometry,
+        inputs,
+        key_cache,
+        value_cache,
+        &mut scratch.queries,
+        pool,
+    )?;
+
+    let call = Call {
+        instructions,
+        geometry,
+        nonpad_kv_seqlen: inputs.nonpad_kv_seqlen,
+        plan: &plan,
+        width,
+        queries: &scratch.queries,
+        key_cache,
+        value_cache,
+        output: SharedMut::new(output),
+        partials: SharedMut::new(&mut scratch.partials),
+    };
+    plan.run(plan.tasks(), pool, &|task| {
+        with_worker(|worker| call.attend_rows(&plan.task(task), worker))
+    })?;
+    if plan.splits_are_tasks() {
+        plan.run(plan.groups(), pool, &|group| {
+            with_worker(|worker| call.merge_group(group, worker))
+        })?;
+    }
+    Ok(())
+}
+
+/// What all tasks of one call share.
+struct Call<'a, T> {
+    instructions: InstructionSet,
+    geometry: &'a Geometry,
+    nonpad_kv_seqlen: &'a [i64],
+    plan: &'a Plan<'a>,
+    /// Elements of a padded head.
+    width: usize,
+    /// Prepared queries, `[batch, kv_num_heads, tokens · group_size, width]`.
+    queries: &'a [f32],
+    key_cache: &'a [T],
+    value_cache: &'a [T],
+    output: SharedMut<'a, T>,
+    /// `[group, split, row, width + 2]` where splits are tasks of their own.
+    partials: SharedMut<'a, f32>,
+}
+
+/// Memory of one worker, reused from task to task.
+#[derive(Default)]
+struct WorkerScratch {
+    visible: Vec<Range<usize>>,
+    in_tile: Vec<Range<usize>>,
+    scores: Vec<f32>,
+    split: Gathered,
+    total: Gathered,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+/// Backing memory of a [`State`].
+#[derive(Default)]
+struct Gathered {
+    max: Vec<f32>,
+    sum: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Gathered {
+    fn state(&mut self, rows: usize, width: usize) -> State<'_> {
+        grow(&mut self.max, rows);
+        grow(&mut self.sum, rows);
+        grow(&mut self.values, rows * width);
+        State {
+            max: &mut self.max[..rows],
+            sum: &mut self.sum[..rows],
+            values: &mut self.values[..rows * width],
+        }
+    }
+}
+
+/// Calls `work` with this thread's memory.
+fn with_worker(work: impl FnOnce(&mut WorkerScratch)) {
+    thread_local! {
+        static WORKER: Cell<Option<Box<WorkerScratch>>> = const { Cell::new(None) };
+    }
+    // Taken, not borrowed: a task that starts within another one on this thread then gets its own.
+    let mut worker = WORKER.take().unwrap_or_default();
+    work(&mut worker);
+    WORKER.set(Some(worker));
+}
+
+impl<T: Element> Call<'_, T> {
+    fn attend_rows(&self, task: &Task, worker: &mut WorkerScratch) {
+        let (rows, width) = (task.rows.len(), self.width);
+        let nonpad = self.nonpad_kv_seqlen[task.batch] as usize;
+        worker.visible.clear();
+        let tokens = task
+            .rows
+            .clone()
+            .map(|row| row / self.geometry.group_size());
+        worker
+            .visible
+            .extend(tokens.map(|token| self.geometry.visible_keys(token, nonpad)));
+        grow(&mut worker.scores, rows * TILE);
+
+        let mut total = worker.total.state(rows, width);
+        total.clear();
+        for split in task.splits.clone() {
+            let mut state = worker.split.state(rows, width);
+            state.clear();
+            let keys = split * SPLIT..(split + 1) * SPLIT;
+            self.attend_split(
+                task,
+                keys,
+                &worker.visible,
+                &mut worker.in_tile,
+                &mut worker.scores,
+                &mut state,
+                [&mut worker.keys, &mut worker.values],
+            );
+            if self.plan.splits_are_tasks() {
+                self.store_partial(task, split, &state);
+                return;
+            }
+            for row in 0..rows {
+                let values = row * width..(row + 1) * width;
+                self.instructions.run(Merge {
+                    into: (
+                        &mut total.max[row],
+                        &mut total.sum[row],
+                        &mut total.values[values.clone()],
+                    ),
+                    from: (state.max[row], state.sum[row], &state.values[values]),
+                });
+            }
+        }
+        self.finish(task.batch, task.kv_head, task.rows.clone(), &mut total);
+    }
+
+    /// Gathers what the rows of `task` see among `keys`.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the parts of the worker's memory are borrowed one by one"
+    )]
+    fn attend_split(
+        &self,
+        task: &Task,
+        keys: Range<usize>,
+        visible: &[Range<usize>],
+        in_tile: &mut Vec<Range<usize>>,
+        scores: &mut [f32],
+        state: &mut State<'_>,
+        [wide_keys, wide_values]: [&mut Vec<f32>; 2],
+    ) {
+        let seeing = || visible.iter().filter(|keys| !keys.is_empty());
+        let first = seeing()
+            .map(|seen| seen.start)
+            .min()
+            .unwrap_or(usize::MAX)
+            .max(keys.start);
+        let last = seeing()
+            .map(|seen| seen.end)
+            .max()
+            .unwrap_or(0)
+            .min(keys.end);
+        let mut tile = first / TILE * TILE;
+        while tile < last {
+            in_tile.clear();
+            in_tile.extend(visible.iter().map(|seen| clip(seen, tile)));
+            let seeing = || in_tile.iter().filter(|keys| !keys.is_empty());
+            let used = seeing().map(|keys| keys.start).min().unwrap_or(0)
+                ..seeing().map(|keys| keys.end).max().unwrap_or(0);
+            if !used.is_empty() {
+                let stride = self.geometry.kv_width();
+                let (keys, values, stride) = match (
+                    T::as_f32(self.tile_rows(self.key_cache, task, tile, used.end)),
+                    T::as_f32(self.tile_rows(self.value_cache, task, tile, used.end)),
+                ) {
+                    (Some(keys), Some(values)) if self.geometry.head_dim == self.width => {
+                        (keys, values, stride)
+                    }
+                    _ => {
+                        self.widen(self.key_cache, task, tile, &used, wide_keys);
+                        self.widen(self.value_cache, task, tile, &used, wide_values);
+                        (&wide_keys[..], &wide_values[..], self.width)
+                    }
+                };
+                self.instructions.run(Tile {
+                    width: self.width,
+                    queries: &self.queries[self.query_offset(task)..],
+                    visible: in_tile,
+                    keys,
+                    values,
+                    stride,
+                    softcap: self.geometry.attributes.softcap,
+                    scores,
+                    state: State {
+                        max: state.max,
+                        sum: state.sum,
+                        values: state.values,
+                    },
+                });
+            }
+            tile += TILE;
+        }
+    }
+
+    /// One kv head of the first `count` rows of a tile: from the first element of the first row to the last of the last one.
+    fn tile_rows<'c>(&self, cache: &'c [T], task: &Task, tile: usize, count: usize) -> &'c [T] {
+        let stride = self.geometry.kv_width();
+        let first = (task.batch * self.geometry.capacity + tile) * stride
+            + task.kv_head * self.geometry.head_dim;
+        &cache[first..first + (count - 1) * stride + self.geometry.head_dim]
+    }
+
+    /// Copies rows `used` of a tile as `f32`, each padded with zeros.
+    fn widen(
+        &self,
+        cache: &[T],
+        task: &Task,
+        tile: usize,
+        used: &Range<usize>,
+        wide: &mut Vec<f32>,
+    ) {
+        let (head_dim, stride) = (self.geometry.head_dim, self.geometry.kv_width());
+        grow(wide, TILE * self.width);
+        let rows = self.tile_rows(cache, task, tile, used.end);
+        for row in used.clone() {
+            let to = &mut wide[row * self.width..(row + 1) * self.width];
+            T::widen(
+                &rows[row * stride..row * stride + head_dim],
+                &mut to[..head_dim],
+            );
+            to[head_dim..].fill(0.0);
+        }
+    }
+
+    fn query_offset(&self, task: &Task) -> usize {
+        let geometry = self.geometry;
+        let rows_before = (task.batch * geometry.kv_num_heads() + task.kv_head)
+            * geometry.tokens
+            * geometry.group_size();
+        (rows_before + task.rows.start) * self.width
+    }
+
+    fn store_partial(&self, task: &Task, split: usize, state: &State<'_>) {
+        for row in 0..task.rows.len() {
+            let range = self.plan.partial(task.group, split, row, self.width);
+            // SAFETY: no other task has this group and split.
+            let partial = unsafe { self.partials.slice(range) };
+            partial[..self.width]
+                .copy_from_slice(&state.values[row * self.width..(row + 1) * self.width]);
+            partial[self.width..].copy_from_slice(&[state.max[row], state.sum[row]]);
+        }
+    }
+
+    /// Merges the splits of one group of rows in the order in which a single task would have.
+    fn merge_group(&self, group: usize, worker: &mut WorkerScratch) {
+        let task = self.plan.task(group * self.plan.splits());
+        let width = self.width;
+        let mut total = worker.total.state(task.rows.len(), width);
+        total.clear();
+        for split in 0..self.plan.splits_of(task.batch) {
+            for row in 0..task.rows.len() {
+                // SAFETY: the tasks that wrote the partials have ended, and each group is merged by one task.
+                let partial = unsafe {
+                    self.partials
+                        .slice(self.plan.partial(group, split, row, width))
+                };
+                self.instructions.run(Merge {
+                    into: (
+                        &mut total.max[row],
+                        &mut total.sum[row],
+                        &mut total.values[row * width..(row + 1) * width],
+                    ),
+                    from: (partial[width], partial[width + 1], &partial[..width]),
+                });
+            }
+        }
+        self.finish(task.batch, task.kv_head, task.rows, &mut total);
+    }
+
+    fn finish(&self, batch: usize, kv_head: usize, rows: Range<usize>, total: &mut State<'_>) {
+        let (geometry, width) = (self.geometry, self.width);
+        let group_size = geometry.group_size();
+        for (index, row) in rows.enumerate() {
+            let values = &mut total.values[index * width..(index + 1) * width];
+            self.instructions.run(Finish {
+                sum: total.sum[index],
+                values,
+            });
+            let (token, head) = (row / group_size, kv_head * group_size + row % group_size);
+            let start = ((batch * geometry.tokens + token) * geometry.num_heads() + head)
+                * geometry.head_dim;
+            // SAFETY: every row of every sequence belongs to exactly one group of one task.
+            let output = unsafe { self.output.slice(start..start + geometry.head_dim) };
+            T::narrow(&values[..geometry.head_dim], output);
+        }
+    }
+}
+
+/// `seen` within the tile that begins at `tile`, counted from there.
+fn clip(seen: &Range<usize>, tile: usize) -> Range<usize> {
+    let start = seen.start.max(tile);
+    let end = seen.end.min(tile + TILE);
+    if start < end {
+        start - tile..end - tile
+    } else {
+        0..0
+    }
+}
+
+fn grow(memory: &mut Vec<f32>, elements: usize) {
+    if memory.len() < elements {
+        memory.resize(elements, 0.0);
+    }
+}
+
+/// Elements of a head padded to whole vectors of any instruction set.
+fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(MAX_LANES)
+}

@@ -1,0 +1,176 @@
+//! How one call is cut into tasks. Nothing here changes a result; see the exactness rule of the parent module.
+
+use std::ops::Range;
+
+use super::{AttentionError, Geometry, Pool, kernel::TILE};
+
+/// Keys of a split. Splits begin at multiples of it, counted from the first row of the cache; a row's softmax starts anew in each.
+pub const SPLIT: usize = 4 * TILE;
+
+/// Query rows of a task: enough to use every key several times, few enough to spread over the cores.
+const TASK_ROWS: usize = 16;
+
+/// Where rows alone give at least this many tasks, splits are not made tasks of their own.
+const ENOUGH_TASKS: usize = 32;
+
+/// Partial results of splits are kept below this many bytes; beyond it, tasks take all splits of their rows.
+const PARTIAL_BYTES: usize = 16 << 20;
+
+/// Multiplications below which waking other threads costs more than they save.
+const SERIAL_WORK: usize = 1 << 15;
+
+/// Some query rows of one kv head of one sequence, and the splits of keys to look at.
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// The sequence.
+    pub batch: usize,
+    /// The key/value head.
+    pub kv_head: usize,
+    /// Which group of rows, counted over the whole call.
+    pub group: usize,
+    /// Rows of this sequence and head: `token · group_size + head within the group`.
+    pub rows: Range<usize>,
+    /// Splits to look at, in this order.
+    pub splits: Range<usize>,
+}
+
+/// The cut of one call.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    nonpad_kv_seqlen: &'a [i64],
+    kv_heads: usize,
+    /// Rows of one sequence and kv head.
+    rows: usize,
+    rows_per_group: usize,
+    groups_per_head: usize,
+    groups: usize,
+    /// Splits of the longest sequence.
+    splits: usize,
+    splits_are_tasks: bool,
+    serial: bool,
+}
+
+impl<'a> Plan<'a> {
+    /// Cuts a call with these valid lengths.
+    pub fn new(geometry: &Geometry, nonpad_kv_seqlen: &'a [i64]) -> Self {
+        let rows = geometry.tokens * geometry.group_size();
+        // Equal groups, in whole blocks of four rows.
+        let rows_per_group = rows
+            .div_ceil(rows.div_ceil(TASK_ROWS))
+            .next_multiple_of(4)
+            .min(rows);
+        let groups_per_head = rows.div_ceil(rows_per_group);
+        let groups = geometry.batch * geometry.kv_num_heads() * groups_per_head;
+        let splits = nonpad_kv_seqlen
+            .iter()
+            .map(|&keys| splits_of(keys))
+            .max()
+            .unwrap_or(0)
+            .max(1);
+
+        let keys: usize = nonpad_kv_seqlen.iter().map(|&keys| keys as usize).sum();
+        let serial = keys * rows * geometry.kv_width() <= SERIAL_WORK;
+        let partial_bytes =
+            groups * splits * rows_per_group * (geometry.padded_head_dim() + 2) * size_of::<f32>();
+        Self {
+            nonpad_kv_seqlen,
+            kv_heads: geometry.kv_num_heads(),
+            rows,
+            rows_per_group,
+            groups_per_head,
+            groups,
+            splits,
+            splits_are_tasks: splits > 1
+                && !serial
+                && groups < ENOUGH_TASKS
+                && partial_bytes <= PARTIAL_BYTES,
+            serial,
+        }
+    }
+
+    /// Whether each split of a group of rows is a task of its own, merged afterwards.
+    pub fn splits_are_tasks(&self) -> bool {
+        self.splits_are_tasks
+    }
+
+    /// Splits of the longest sequence.
+    pub fn splits(&self) -> usize {
+        self.splits
+    }
+
+    /// Splits of one sequence.
+    pub fn splits_of(&self, batch: usize) -> usize {
+        splits_of(self.nonpad_kv_seqlen[batch])
+    }
+
+    /// Groups of rows in the call.
+    pub fn groups(&self) -> usize {
+        self.groups
+    }
+
+    /// Tasks of the call.
+    pub fn tasks(&self) -> usize {
+        if self.splits_are_tasks {
+            self.groups * self.splits
+        } else {
+            self.groups
+        }
+    }
+
+    /// One task, by its number.
+    pub fn task(&self, number: usize) -> Task {
+        let (group, split) = if self.splits_are_tasks {
+            (number / self.splits, number % self.splits)
+        } else {
+            (number, 0)
+        };
+        let (head, group_of_head) = (group / self.groups_per_head, group % self.groups_per_head);
+        let (batch, kv_head) = (head / self.kv_heads, head % self.kv_heads);
+        let first = group_of_head * self.rows_per_group;
+        let splits = if self.splits_are_tasks {
+            split..split + 1
+        } else {
+            0..self.splits_of(batch)
+        };
+        Task {
+            batch,
+            kv_head,
+            group,
+            rows: first..(first + self.rows_per_group).min(self.rows),
+            splits,
+        }
+    }
+
+    /// Elements of scratch memory that partial results take, for padded heads of `width` elements.
+    pub fn partial_elements(&self, width: usize) -> usize {
+        if self.splits_are_tasks {
+            self.groups * self.splits * self.rows_per_group * (width + 2)
+        } else {
+            0
+        }
+    }
+
+    /// Where the values, the largest score and the sum of one row of one split of one group are.
+    pub fn partial(&self, group: usize, split: usize, row: usize, width: usize) -> Range<usize> {
+        let start = ((group * self.splits + split) * self.rows_per_group + row) * (width + 2);
+        start..start + width + 2
+    }
+
+    /// Runs tasks on the pool, or here when there is little to do.
+    pub fn run(
+        &self,
+        tasks: usize,
+        pool: &impl Pool,
+        task: &(dyn Fn(usize) + Sync),
+    ) -> Result<(), AttentionError> {
+        if self.serial || tasks == 1 {
+            (0..tasks).for_each(task);
+            return Ok(());
+        }
+        pool.for_each(tasks, task)
+    }
+}
+
+fn splits_of(keys: i64) -> usize {
+    (keys as usize).div_ceil(SPLIT)
+}
