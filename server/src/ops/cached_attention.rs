@@ -285,12 +285,14 @@ unsafe fn cache_to_update<'c, T: Element + PrimitiveTensorElementType>(
     own: &'c mut Vec<T>,
 ) -> ort::Result<&'c mut [T]> {
     let to = match updated {
-        // SAFETY: every bit pattern is a value of the element types; the caller vouches for the rest.
-        Some(mut updated) if updated.addresses() == cache.addresses() => {
-            return Ok(unsafe { updated.slice_mut() });
+        Some(mut updated) => {
+            // SAFETY: every bit pattern is a value of the element types; the caller vouches for the rest.
+            let elements = unsafe { updated.slice_mut() };
+            if updated.addresses() == cache.addresses() {
+                return Ok(elements);
+            }
+            elements
         }
-        // SAFETY: as above.
-        Some(mut updated) => unsafe { updated.slice_mut() },
         None => {
             own.resize(
                 geometry.batch * geometry.capacity * geometry.kv_width(),

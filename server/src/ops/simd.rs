@@ -56,6 +56,10 @@ pub const MAX_LANES: usize = 16;
 /// # Safety
 /// The functions may only run on a processor that has the implementation's instruction set,
 /// and pointers must be valid for [`Simd::LANES`] elements (they need not be aligned).
+#[expect(
+    clippy::missing_safety_doc,
+    reason = "the trait's own section speaks for all its functions"
+)]
 pub unsafe trait Simd: Copy {
     /// The vector.
     type V: Copy;
@@ -110,7 +114,7 @@ pub unsafe fn exp_nonpositive<S: Simd>(x: S::V) -> S::V {
         // The order of the operands lets NaN through on x86, where `max` returns the second operand then; Arm returns NaN anyway.
         let reduced = S::max(S::splat(LOWEST), x);
         let n = S::round(S::mul(reduced, S::splat(std::f32::consts::LOG2_E)));
-        let r = S::mul_add(n, S::splat(-0.693_359_375), reduced);
+        let r = S::mul_add(n, S::splat(-355.0 / 512.0), reduced);
         let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.987_569_1e-4);
         for coefficient in [

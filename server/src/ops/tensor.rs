@@ -71,10 +71,10 @@ impl<'a, T: PrimitiveTensorElementType> RawTensor<'a, T> {
             )));
         }
         ortsys![unsafe GetTensorMutableData(value, &mut data)?];
-        // SAFETY: ONNX Runtime promises `rank` dimensions, valid as long as the value; for a scalar there may be no pointer.
         let shape: &[i64] = if rank == 0 {
             &[]
         } else {
+            // SAFETY: ONNX Runtime promises `rank` dimensions, valid as long as the value; for a scalar there may be no pointer.
             unsafe { std::slice::from_raw_parts(dims, rank) }
         };
         let elements = shape

@@ -321,18 +321,18 @@ impl Setting {
                     let weights: Vec<f64> =
                         scores.iter().map(|score| (score - largest).exp()).collect();
                     let sum: f64 = weights.iter().sum();
-                    for column in 0..head_dim {
-                        let seen = self.seen(batch, token);
-                        let weighted: f64 = seen
-                            .zip(&weights)
-                            .map(|(key, weight)| weight * values[kv_head][key][column])
-                            .sum();
-                        output.push(if weights.is_empty() {
-                            0.0
-                        } else {
-                            weighted / sum
-                        });
+                    let mut weighted = vec![0.0; head_dim];
+                    for (key, weight) in self.seen(batch, token).zip(&weights) {
+                        for (sum, value) in weighted.iter_mut().zip(&values[kv_head][key]) {
+                            *sum += weight * value;
+                        }
                     }
+                    // Zeros where no key is seen.
+                    output.extend(
+                        weighted
+                            .iter()
+                            .map(|&element| if sum > 0.0 { element / sum } else { element }),
+                    );
                 }
             }
         }

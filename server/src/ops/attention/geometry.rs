@@ -162,33 +162,28 @@ impl Geometry {
                 format!("at most head_dim / 2 = {} columns", head_dim / 2),
             ));
         }
-        let expected: [(&'static str, Option<&[i64]>, &[i64]); 10] = [
-            ("key", Some(shapes.key), &[batch, tokens, kv_width]),
-            ("value", Some(shapes.value), &[batch, tokens, kv_width]),
-            (
-                "key_cache",
-                Some(shapes.key_cache),
-                &[batch, capacity, kv_width],
-            ),
-            (
-                "value_cache",
-                Some(shapes.value_cache),
-                &[batch, capacity, kv_width],
-            ),
-            ("position_ids", Some(shapes.position_ids), &[batch, tokens]),
-            ("write_indices", Some(shapes.write_indices), &[batch]),
-            ("nonpad_kv_seqlen", Some(shapes.nonpad_kv_seqlen), &[batch]),
-            ("sin", Some(shapes.sin), &[positions, half_rotary]),
-            ("q_norm", shapes.q_norm, &[head_dim]),
-            ("k_norm", shapes.k_norm, &[head_dim]),
-        ];
-        for (input, shape, expected) in expected {
-            if let Some(shape) = shape
-                && shape != expected
-            {
-                return Err(wrong(input, shape, format!("{expected:?}")));
-            }
-        }
+        let check = |input, shape: Option<&[i64]>, expected: &[i64]| match shape {
+            Some(shape) if shape != expected => Err(wrong(input, shape, format!("{expected:?}"))),
+            _ => Ok(()),
+        };
+        check("key", Some(shapes.key), &[batch, tokens, kv_width])?;
+        check("value", Some(shapes.value), &[batch, tokens, kv_width])?;
+        check(
+            "key_cache",
+            Some(shapes.key_cache),
+            &[batch, capacity, kv_width],
+        )?;
+        check(
+            "value_cache",
+            Some(shapes.value_cache),
+            &[batch, capacity, kv_width],
+        )?;
+        check("position_ids", Some(shapes.position_ids), &[batch, tokens])?;
+        check("write_indices", Some(shapes.write_indices), &[batch])?;
+        check("nonpad_kv_seqlen", Some(shapes.nonpad_kv_seqlen), &[batch])?;
+        check("sin", Some(shapes.sin), &[positions, half_rotary])?;
+        check("q_norm", shapes.q_norm, &[head_dim])?;
+        check("k_norm", shapes.k_norm, &[head_dim])?;
         // Dimensions of existing tensors are never negative, so none of these casts loses anything.
         let head_dim = head_dim as usize;
         Ok(Self {

@@ -326,8 +326,8 @@ impl Tile<'_> {
                 value_row = value_row.wrapping_add(self.stride);
             }
             for r in 0..R {
-                for c in 0..C {
-                    S::store(gathered[r].add(c * S::LANES), sums[r][c]);
+                for (c, &sum) in sums[r].iter().enumerate() {
+                    S::store(gathered[r].add(c * S::LANES), sum);
                 }
             }
         }

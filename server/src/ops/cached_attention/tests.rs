@@ -67,20 +67,42 @@ fn graph_with_inputs(element: DataType, norms: &[&str]) -> Graph {
 fn native_attributes(attributes: &Attributes) -> Vec<(&'static str, Attribute)> {
     vec![
         ("num_heads", Attribute::Int(attributes.num_heads as i64)),
-        ("kv_num_heads", Attribute::Int(attributes.kv_num_heads as i64)),
+        (
+            "kv_num_heads",
+            Attribute::Int(attributes.kv_num_heads as i64),
+        ),
         ("is_causal", Attribute::Int(i64::from(attributes.is_causal))),
         ("window", Attribute::Int(attributes.window as i64)),
-        ("rotary_interleaved", Attribute::Int(i64::from(attributes.rotary_layout == RotaryLayout::Interleaved))),
+        (
+            "rotary_interleaved",
+            Attribute::Int(i64::from(
+                attributes.rotary_layout == RotaryLayout::Interleaved,
+            )),
+        ),
         ("scale", Attribute::Float(attributes.scale)),
         ("norm_epsilon", Attribute::Float(attributes.norm_epsilon)),
         ("softcap", Attribute::Float(attributes.softcap)),
     ]
 }
 
-const INPUTS: [&str; 10] = ["query", "key", "value", "key_cache", "value_cache", "position_ids", "write_indices", "nonpad_kv_seqlen", "cos", "sin"];
+const INPUTS: [&str; 10] = [
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "position_ids",
+    "write_indices",
+    "nonpad_kv_seqlen",
+    "cos",
+    "sin",
+];
 
 fn native(element: DataType, setting: &Setting) -> Vec<u8> {
-    let norms: Vec<&str> = [("q_norm", setting.q_norm), ("k_norm", setting.k_norm)].into_iter().filter_map(|(name, present)| present.then_some(name)).collect();
+    let norms: Vec<&str> = [("q_norm", setting.q_norm), ("k_norm", setting.k_norm)]
+        .into_iter()
+        .filter_map(|(name, present)| present.then_some(name))
+        .collect();
     let mut graph = graph_with_inputs(element, &norms);
     let mut inputs = INPUTS.to_vec();
     match (setting.q_norm, setting.k_norm) {
@@ -90,7 +112,13 @@ fn native(element: DataType, setting: &Setting) -> Vec<u8> {
         (false, false) => {}
     }
     let outputs = ["output", "updated_key_cache", "updated_value_cache"];
-    graph.node(DOMAIN, NAME, &inputs, &outputs, &native_attributes(&setting.attributes));
+    graph.node(
+        DOMAIN,
+        NAME,
+        &inputs,
+        &outputs,
+        &native_attributes(&setting.attributes),
+    );
     graph.output("output", element, &["B", "S", "Q"]);
     graph.output("updated_key_cache", element, &["B", "MAX", "KV"]);
     graph.output("updated_value_cache", element, &["B", "MAX", "KV"]);
@@ -104,13 +132,32 @@ fn portable(setting: &Setting) -> Vec<u8> {
     let mut graph = graph_with_inputs(DataType::Float, &[]);
     let rotary = |graph: &mut Graph, from: &str, to: &str, heads: i64| {
         let interleaved = i64::from(attributes.rotary_layout == RotaryLayout::Interleaved);
-        let attributes = [("num_heads", heads), ("rotary_embedding_dim", setting.rotary_dim as i64), ("interleaved", interleaved)];
-        graph.node("", "RotaryEmbedding", &[from, "cos", "sin", "position_ids"], &[to], &attributes.map(|(name, value)| (name, Attribute::Int(value))));
+        let attributes = [
+            ("num_heads", heads),
+            ("rotary_embedding_dim", setting.rotary_dim as i64),
+            ("interleaved", interleaved),
+        ];
+        graph.node(
+            "",
+            "RotaryEmbedding",
+            &[from, "cos", "sin", "position_ids"],
+            &[to],
+            &attributes.map(|(name, value)| (name, Attribute::Int(value))),
+        );
     };
     rotary(&mut graph, "query", "rotated_query", heads);
     rotary(&mut graph, "key", "rotated_key", kv_heads);
-    for (cache, update, updated) in [("key_cache", "rotated_key", "updated_key_cache"), ("value_cache", "value", "updated_value_cache")] {
-        graph.node("", "TensorScatter", &[cache, update, "write_indices"], &[updated], &[("axis", Attribute::Int(1))]);
+    for (cache, update, updated) in [
+        ("key_cache", "rotated_key", "updated_key_cache"),
+        ("value_cache", "value", "updated_value_cache"),
+    ] {
+        graph.node(
+            "",
+            "TensorScatter",
+            &[cache, update, "write_indices"],
+            &[updated],
+            &[("axis", Attribute::Int(1))],
+        );
         graph.output(updated, DataType::Float, &["B", "MAX", "KV"]);
     }
     let mut mask = "";
@@ -127,7 +174,15 @@ fn portable(setting: &Setting) -> Vec<u8> {
     if attributes.scale > 0.0 {
         attention.push(("scale", Attribute::Float(attributes.scale)));
     }
-    let inputs = ["rotated_query", "updated_key_cache", "updated_value_cache", mask, "", "", "nonpad_kv_seqlen"];
+    let inputs = [
+        "rotated_query",
+        "updated_key_cache",
+        "updated_value_cache",
+        mask,
+        "",
+        "",
+        "nonpad_kv_seqlen",
+    ];
     graph.node("", "Attention", &inputs, &["output"], &attention);
     graph.output("output", DataType::Float, &["B", "S", "Q"]);
     graph.model()
@@ -135,24 +190,55 @@ fn portable(setting: &Setting) -> Vec<u8> {
 
 type Feeds = Vec<(&'static str, SessionInputValue<'static>)>;
 
-fn value<T: PrimitiveTensorElementType + Clone + std::fmt::Debug + 'static>(shape: &[usize], elements: &[T]) -> SessionInputValue<'static> {
-    Tensor::from_array((shape.to_vec(), elements.to_vec())).unwrap().into()
+fn value<T: PrimitiveTensorElementType + Clone + std::fmt::Debug + 'static>(
+    shape: &[usize],
+    elements: &[T],
+) -> SessionInputValue<'static> {
+    Tensor::from_array((shape.to_vec(), elements.to_vec()))
+        .unwrap()
+        .into()
 }
 
-fn feeds<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(setting: &Setting, tensors: &Tensors<T>) -> Feeds {
+fn feeds<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(
+    setting: &Setting,
+    tensors: &Tensors<T>,
+) -> Feeds {
     let geometry = setting.geometry();
     let (batch, tokens, capacity) = (setting.batch, setting.tokens, setting.capacity);
-    let (query_width, kv_width, half) = (geometry.query_width(), geometry.kv_width(), setting.rotary_dim / 2);
-    let positions = tensors.cos.len().checked_div(half).unwrap_or(setting.capacity);
+    let (query_width, kv_width, half) = (
+        geometry.query_width(),
+        geometry.kv_width(),
+        setting.rotary_dim / 2,
+    );
+    let positions = tensors
+        .cos
+        .len()
+        .checked_div(half)
+        .unwrap_or(setting.capacity);
     let mut feeds = vec![
-        ("query", value(&[batch, tokens, query_width], &tensors.query)),
+        (
+            "query",
+            value(&[batch, tokens, query_width], &tensors.query),
+        ),
         ("key", value(&[batch, tokens, kv_width], &tensors.key)),
         ("value", value(&[batch, tokens, kv_width], &tensors.value)),
-        ("key_cache", value(&[batch, capacity, kv_width], &tensors.key_cache)),
-        ("value_cache", value(&[batch, capacity, kv_width], &tensors.value_cache)),
-        ("position_ids", value(&[batch, tokens], &tensors.position_ids)),
+        (
+            "key_cache",
+            value(&[batch, capacity, kv_width], &tensors.key_cache),
+        ),
+        (
+            "value_cache",
+            value(&[batch, capacity, kv_width], &tensors.value_cache),
+        ),
+        (
+            "position_ids",
+            value(&[batch, tokens], &tensors.position_ids),
+        ),
         ("write_indices", value(&[batch], &tensors.write_indices)),
-        ("nonpad_kv_seqlen", value(&[batch], &tensors.nonpad_kv_seqlen)),
+        (
+            "nonpad_kv_seqlen",
+            value(&[batch], &tensors.nonpad_kv_seqlen),
+        ),
         ("cos", value(&[positions, half], &tensors.cos)),
         ("sin", value(&[positions, half], &tensors.sin)),
     ];
@@ -168,40 +254,75 @@ fn window_mask(setting: &Setting, tensors: &Tensors<f32>) -> SessionInputValue<'
     for batch in 0..setting.batch {
         for token in 0..setting.tokens {
             let place = token as i64 + tensors.nonpad_kv_seqlen[batch] - setting.tokens as i64;
-            mask.extend((0..setting.capacity as i64).map(|key| (place - key).abs() < setting.attributes.window as i64));
+            mask.extend(
+                (0..setting.capacity as i64)
+                    .map(|key| (place - key).abs() < setting.attributes.window as i64),
+            );
         }
     }
     value(&[setting.batch, 1, setting.tokens, setting.capacity], &mask)
 }
 
 /// Output and updated caches of a plain run.
-fn run<T: Element + PrimitiveTensorElementType>(session: &mut Session, feeds: Feeds) -> ort::Result<[Vec<T>; 3]> {
+fn run<T: Element + PrimitiveTensorElementType>(
+    session: &mut Session,
+    feeds: Feeds,
+) -> ort::Result<[Vec<T>; 3]> {
     let outputs = session.run(feeds)?;
     let tensor = |name: &str| outputs[name].try_extract_tensor::<T>().unwrap().1.to_vec();
-    Ok([tensor("output"), tensor("updated_key_cache"), tensor("updated_value_cache")])
+    Ok([
+        tensor("output"),
+        tensor("updated_key_cache"),
+        tensor("updated_value_cache"),
+    ])
 }
 
 /// Output and caches of a run whose caches and updated caches are the same memory.
-fn run_in_place<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(session: &mut Session, setting: &Setting, tensors: &Tensors<T>) -> [Vec<T>; 3] {
+fn run_in_place<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(
+    session: &mut Session,
+    setting: &Setting,
+    tensors: &Tensors<T>,
+) -> [Vec<T>; 3] {
     let allocator = Allocator::default();
     let mut binding = session.create_binding().unwrap();
     let mut caches = Vec::new();
-    for (name, elements) in CACHES.into_iter().zip([&tensors.key_cache, &tensors.value_cache]) {
-        let mut cache = Tensor::<T>::new(&allocator, [setting.batch, setting.capacity, setting.geometry().kv_width()]).unwrap();
+    for (name, elements) in CACHES
+        .into_iter()
+        .zip([&tensors.key_cache, &tensors.value_cache])
+    {
+        let mut cache = Tensor::<T>::new(
+            &allocator,
+            [
+                setting.batch,
+                setting.capacity,
+                setting.geometry().kv_width(),
+            ],
+        )
+        .unwrap();
         cache.extract_tensor_mut().1.copy_from_slice(elements);
         binding.bind_input(name, &cache).unwrap();
-        binding.bind_output(format!("updated_{name}"), &mut cache).unwrap();
+        binding
+            .bind_output(format!("updated_{name}"), &mut cache)
+            .unwrap();
         caches.push(cache);
     }
     for (name, value) in feeds(setting, tensors) {
         if !CACHES.contains(&name) {
-            let SessionInputValue::Owned(value) = value else { panic!("feeds are owned") };
+            let SessionInputValue::Owned(value) = value else {
+                panic!("feeds are owned")
+            };
             binding.bind_input(name, &value).unwrap();
         }
     }
-    binding.bind_output_to_device("output", &allocator.memory_info()).unwrap();
+    binding
+        .bind_output_to_device("output", allocator.memory_info())
+        .unwrap();
     let outputs = session.run_binding(&binding).unwrap();
-    let output = outputs["output"].try_extract_tensor::<T>().unwrap().1.to_vec();
+    let output = outputs["output"]
+        .try_extract_tensor::<T>()
+        .unwrap()
+        .1
+        .to_vec();
     let cache = |index: usize| caches[index].extract_tensor().1.to_vec();
     [output, cache(0), cache(1)]
 }
@@ -209,8 +330,14 @@ fn run_in_place<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(sessi
 /// The rows of a cache that a later step may read.
 fn valid_rows<T: Element>(setting: &Setting, tensors: &Tensors<T>, cache: &[T]) -> Vec<u32> {
     let width = setting.geometry().kv_width();
-    let row = |batch: usize, row: usize| &cache[(batch * setting.capacity + row) * width..][..width];
-    (0..setting.batch).flat_map(|batch| (0..tensors.nonpad_kv_seqlen[batch] as usize).flat_map(move |index| bits(row(batch, index)))).collect()
+    let row =
+        |batch: usize, row: usize| &cache[(batch * setting.capacity + row) * width..][..width];
+    (0..setting.batch)
+        .flat_map(|batch| {
+            (0..tensors.nonpad_kv_seqlen[batch] as usize)
+                .flat_map(move |index| bits(row(batch, index)))
+        })
+        .collect()
 }
 
 proptest! {
@@ -303,10 +430,16 @@ fn feed_in_chunks<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(
     for first in (0..whole.tokens).step_by(chunk) {
         let chunk = chunk.min(whole.tokens - first);
         let part = |elements: &[T], width: usize| {
-            let row = |batch: usize| &elements[(batch * whole.tokens + first) * width..][..chunk * width];
+            let row =
+                |batch: usize| &elements[(batch * whole.tokens + first) * width..][..chunk * width];
             (0..whole.batch).flat_map(row).copied().collect::<Vec<T>>()
         };
-        let step = Setting { tokens: chunk, past: vec![first; whole.batch], capacity, ..whole.clone() };
+        let step = Setting {
+            tokens: chunk,
+            past: vec![first; whole.batch],
+            capacity,
+            ..whole.clone()
+        };
         let [key_cache, value_cache] = caches;
         let step_tensors = Tensors {
             query: part(&tensors.query, geometry.query_width()),
@@ -314,13 +447,18 @@ fn feed_in_chunks<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(
             value: part(&tensors.value, geometry.kv_width()),
             key_cache,
             value_cache,
-            position_ids: (0..whole.batch).flat_map(|_| (first..first + chunk).map(|position| position as i64)).collect(),
+            position_ids: (0..whole.batch)
+                .flat_map(|_| (first..first + chunk).map(|position| position as i64))
+                .collect(),
             write_indices: vec![first as i64; whole.batch],
             nonpad_kv_seqlen: vec![(first + chunk) as i64; whole.batch],
             ..tensors.clone()
         };
         let [output, keys, values] = run::<T>(session, feeds(&step, &step_tensors)).unwrap();
-        for (row, output) in rows.iter_mut().zip(output.chunks(chunk * geometry.query_width())) {
+        for (row, output) in rows
+            .iter_mut()
+            .zip(output.chunks(chunk * geometry.query_width()))
+        {
             row.extend(output);
         }
         caches = [keys, values];
@@ -332,12 +470,27 @@ fn check_bits_in_sessions<T: Element + PrimitiveTensorElementType + std::fmt::De
     let whole = decoder(batch, 330, 0, 330);
     let tensors = whole.tensors::<T>();
     let model = native(data_type::<T>(), &whole);
-    let want = bits(&feed_in_chunks(&mut session(&model, 1), &whole, &tensors, whole.tokens, whole.tokens));
+    let want = bits(&feed_in_chunks(
+        &mut session(&model, 1),
+        &whole,
+        &tensors,
+        whole.tokens,
+        whole.tokens,
+    ));
     for threads in [1, 2, 3] {
         let mut session = session(&model, threads);
         for (chunk, capacity) in [(1, 330), (2, 400), (3, 512), (5, 330), (8, 333), (64, 1000)] {
-            let got = bits(&feed_in_chunks(&mut session, &whole, &tensors, chunk, capacity));
-            assert!(got == want, "{threads} threads, {batch} sequences in chunks of {chunk}, capacity {capacity}");
+            let got = bits(&feed_in_chunks(
+                &mut session,
+                &whole,
+                &tensors,
+                chunk,
+                capacity,
+            ));
+            assert!(
+                got == want,
+                "{threads} threads, {batch} sequences in chunks of {chunk}, capacity {capacity}"
+            );
         }
     }
 }
@@ -353,9 +506,17 @@ fn chunks_batches_capacities_and_threads_do_not_change_a_bit() {
 #[test]
 fn the_16_bit_forms_run_in_a_session() {
     fn check<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(tolerance: f64) {
-        let setting = Setting { q_norm: true, k_norm: true, ..decoder(2, 3, 100, 120) };
+        let setting = Setting {
+            q_norm: true,
+            k_norm: true,
+            ..decoder(2, 3, 100, 120)
+        };
         let tensors = setting.tensors::<T>();
-        let [output, ..] = run::<T>(&mut session(&native(data_type::<T>(), &setting), 2), feeds(&setting, &tensors)).unwrap();
+        let [output, ..] = run::<T>(
+            &mut session(&native(data_type::<T>(), &setting), 2),
+            feeds(&setting, &tensors),
+        )
+        .unwrap();
         assert!(relative_error(&output, &setting.reference(&tensors)) < tolerance);
     }
     check::<f16>(2e-3);
@@ -374,16 +535,49 @@ fn a_refused_run_leaves_the_session_usable() {
         let [output, ..] = run::<f32>(&mut session, feeds(&decoder(2, 2, 5, 16), &good)).unwrap();
         assert_eq!(bits(&output), bits(&want));
     };
-    check(&setting, &Tensors { write_indices: vec![5, 15], ..good.clone() }, "input write_indices[1] is 15; allowed is 0 to 14");
-    check(&setting, &Tensors { nonpad_kv_seqlen: vec![17, 7], ..good.clone() }, "input nonpad_kv_seqlen[0] is 17; allowed is 0 to 16");
-    check(&setting, &Tensors { position_ids: vec![5, 6, -1, 6], ..good.clone() }, "input position_ids[2] is -1; allowed is 0 to 15");
+    check(
+        &setting,
+        &Tensors {
+            write_indices: vec![5, 15],
+            ..good.clone()
+        },
+        "input write_indices[1] is 15; allowed is 0 to 14",
+    );
+    check(
+        &setting,
+        &Tensors {
+            nonpad_kv_seqlen: vec![17, 7],
+            ..good.clone()
+        },
+        "input nonpad_kv_seqlen[0] is 17; allowed is 0 to 16",
+    );
+    check(
+        &setting,
+        &Tensors {
+            position_ids: vec![5, 6, -1, 6],
+            ..good.clone()
+        },
+        "input position_ids[2] is -1; allowed is 0 to 15",
+    );
     // Caches of one row more than the tables of the other inputs say.
-    let wider = Setting { head_dim: 32, rotary_dim: 32, ..setting };
-    let mixed = Tensors { query: wider.tensors::<f32>().query, ..good.clone() };
+    let wider = Setting {
+        head_dim: 32,
+        rotary_dim: 32,
+        ..setting
+    };
+    let mixed = Tensors {
+        query: wider.tensors::<f32>().query,
+        ..good.clone()
+    };
     let mut mixed_feeds = feeds(&decoder(2, 2, 5, 16), &good);
     mixed_feeds[0].1 = value(&[2, 2, wider.geometry().query_width()], &mixed.query);
     let error = run::<f32>(&mut session, mixed_feeds).unwrap_err();
-    assert!(error.message().contains("input cos has shape [16, 32]; expected is at most head_dim / 2 = 16 columns"), "{error}");
+    assert!(
+        error.message().contains(
+            "input cos has shape [16, 32]; expected is at most head_dim / 2 = 16 columns"
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -393,37 +587,72 @@ fn memory_shared_in_any_other_way_is_refused() {
     let mut session = session(&native(DataType::Float, &setting), 1);
     let allocator = Allocator::default();
     let mut binding = session.create_binding().unwrap();
-    let shape = [setting.batch, setting.capacity, setting.geometry().kv_width()];
+    let shape = [
+        setting.batch,
+        setting.capacity,
+        setting.geometry().kv_width(),
+    ];
     let mut shared = Tensor::<f32>::new(&allocator, shape).unwrap();
     let mut other = Tensor::<f32>::new(&allocator, shape).unwrap();
     for (name, value) in feeds(&setting, &tensors) {
-        let SessionInputValue::Owned(value) = value else { panic!("feeds are owned") };
+        let SessionInputValue::Owned(value) = value else {
+            panic!("feeds are owned")
+        };
         if !CACHES.contains(&name) {
             binding.bind_input(name, &value).unwrap();
         }
     }
-    binding.bind_output_to_device("output", &allocator.memory_info()).unwrap();
+    binding
+        .bind_output_to_device("output", allocator.memory_info())
+        .unwrap();
     binding.bind_input("key_cache", &shared).unwrap();
     binding.bind_input("value_cache", &other).unwrap();
     // The key cache is updated where the value cache is.
-    binding.bind_output("updated_key_cache", &mut other).unwrap();
-    binding.bind_output("updated_value_cache", &mut shared).unwrap();
+    binding
+        .bind_output("updated_key_cache", &mut other)
+        .unwrap();
+    binding
+        .bind_output("updated_value_cache", &mut shared)
+        .unwrap();
     let error = session.run_binding(&binding).unwrap_err();
-    assert!(error.message().contains("updated_key_cache shares memory with another tensor"), "{error}");
+    assert!(
+        error
+            .message()
+            .contains("updated_key_cache shares memory with another tensor"),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_node_may_leave_out_the_updated_caches() {
     let setting = decoder(2, 3, 40, 64);
     let tensors = setting.tensors::<f32>();
-    let [want, ..] = run::<f32>(&mut session(&native(DataType::Float, &setting), 1), feeds(&setting, &tensors)).unwrap();
-    for outputs in [&["output"][..], &["output", "", ""], &["output", "", "updated_value_cache"]] {
+    let [want, ..] = run::<f32>(
+        &mut session(&native(DataType::Float, &setting), 1),
+        feeds(&setting, &tensors),
+    )
+    .unwrap();
+    for outputs in [
+        &["output"][..],
+        &["output", "", ""],
+        &["output", "", "updated_value_cache"],
+    ] {
         let mut graph = graph_with_inputs(DataType::Float, &[]);
-        graph.node(DOMAIN, NAME, &INPUTS, outputs, &native_attributes(&setting.attributes));
+        graph.node(
+            DOMAIN,
+            NAME,
+            &INPUTS,
+            outputs,
+            &native_attributes(&setting.attributes),
+        );
         graph.output("output", DataType::Float, &["B", "S", "Q"]);
         let mut session = session(&graph.model(), 1);
         let got = session.run(feeds(&setting, &tensors)).unwrap();
-        assert_eq!(bits(got["output"].try_extract_tensor::<f32>().unwrap().1), bits(&want), "{outputs:?}");
+        assert_eq!(
+            bits(got["output"].try_extract_tensor::<f32>().unwrap().1),
+            bits(&want),
+            "{outputs:?}"
+        );
     }
 }
 
@@ -431,7 +660,11 @@ fn a_node_may_leave_out_the_updated_caches() {
 fn caches_may_be_inner_values_of_a_graph() {
     let setting = decoder(1, 2, 30, 40);
     let tensors = setting.tensors::<f32>();
-    let [want, want_keys, _] = run::<f32>(&mut session(&native(DataType::Float, &setting), 1), feeds(&setting, &tensors)).unwrap();
+    let [want, want_keys, _] = run::<f32>(
+        &mut session(&native(DataType::Float, &setting), 1),
+        feeds(&setting, &tensors),
+    )
+    .unwrap();
     let mut graph = graph_with_inputs(DataType::Float, &[]);
     graph.node("", "Neg", &["key_cache"], &["negated"], &[]);
     graph.node("", "Neg", &["value_cache"], &["inner_values"], &[]);
@@ -439,15 +672,33 @@ fn caches_may_be_inner_values_of_a_graph() {
     graph.node("", "Neg", &["inner_values"], &["inner_values_again"], &[]);
     let mut inputs = INPUTS;
     (inputs[3], inputs[4]) = ("inner_keys", "inner_values_again");
-    graph.node(DOMAIN, NAME, &inputs, &["output", "inner_updated", ""], &native_attributes(&setting.attributes));
+    graph.node(
+        DOMAIN,
+        NAME,
+        &inputs,
+        &["output", "inner_updated", ""],
+        &native_attributes(&setting.attributes),
+    );
     graph.node("", "Neg", &["inner_updated"], &["negated_update"], &[]);
     graph.output("output", DataType::Float, &["B", "S", "Q"]);
     graph.output("negated_update", DataType::Float, &["B", "MAX", "KV"]);
     let mut session = session(&graph.model(), 1);
     let got = session.run(feeds(&setting, &tensors)).unwrap();
-    assert_eq!(bits(got["output"].try_extract_tensor::<f32>().unwrap().1), bits(&want));
-    let negated: Vec<f32> = got["negated_update"].try_extract_tensor::<f32>().unwrap().1.iter().map(|element| -element).collect();
-    assert_eq!(valid_rows(&setting, &tensors, &negated), valid_rows(&setting, &tensors, &want_keys));
+    assert_eq!(
+        bits(got["output"].try_extract_tensor::<f32>().unwrap().1),
+        bits(&want)
+    );
+    let negated: Vec<f32> = got["negated_update"]
+        .try_extract_tensor::<f32>()
+        .unwrap()
+        .1
+        .iter()
+        .map(|element| -element)
+        .collect();
+    assert_eq!(
+        valid_rows(&setting, &tensors, &negated),
+        valid_rows(&setting, &tensors, &want_keys)
+    );
 }
 
 #[test]
@@ -456,30 +707,70 @@ fn bad_attributes_are_refused_when_the_model_is_loaded() {
         let mut graph = graph_with_inputs(DataType::Float, &[]);
         graph.node(DOMAIN, NAME, &INPUTS, &["output"], &attributes);
         graph.output("output", DataType::Float, &["B", "S", "Q"]);
-        let error = try_session(&graph.model(), 1).err().unwrap_or_else(|| panic!("loaded, instead of: {message}"));
+        let error = try_session(&graph.model(), 1)
+            .err()
+            .unwrap_or_else(|| panic!("loaded, instead of: {message}"));
         assert!(error.message().contains(message), "{error}");
     };
-    let heads = || vec![("num_heads", Attribute::Int(4)), ("kv_num_heads", Attribute::Int(2))];
+    let heads = || {
+        vec![
+            ("num_heads", Attribute::Int(4)),
+            ("kv_num_heads", Attribute::Int(2)),
+        ]
+    };
     let with = |name, value| {
         let mut attributes = heads();
         attributes.retain(|(existing, _)| *existing != name);
         attributes.push((name, value));
         attributes
     };
-    check(vec![("num_heads", Attribute::Int(4))], "attribute kv_num_heads of CachedAttention is missing");
-    check(with("kv_num_heads", Attribute::Int(3)), "attribute kv_num_heads is 3; allowed is a divisor of num_heads");
-    check(with("num_heads", Attribute::Int(-4)), "attribute num_heads is -4; allowed is 0 or above");
-    check(with("num_heads", Attribute::Float(4.0)), "attribute num_heads of CachedAttention is not an integer");
-    check(with("is_causal", Attribute::Int(2)), "attribute is_causal is 2; allowed is 0 or 1");
-    check(with("window", Attribute::Int(-1)), "attribute window is -1; allowed is 0 or above");
-    check(with("scale", Attribute::Int(1)), "attribute scale of CachedAttention is not a float");
-    check(with("softcap", Attribute::Float(f32::INFINITY)), "attribute softcap is inf; allowed is a finite number, 0 or above");
+    check(
+        vec![("num_heads", Attribute::Int(4))],
+        "attribute kv_num_heads of CachedAttention is missing",
+    );
+    check(
+        with("kv_num_heads", Attribute::Int(3)),
+        "attribute kv_num_heads is 3; allowed is a divisor of num_heads",
+    );
+    check(
+        with("num_heads", Attribute::Int(-4)),
+        "attribute num_heads is -4; allowed is 0 or above",
+    );
+    check(
+        with("num_heads", Attribute::Float(4.0)),
+        "attribute num_heads of CachedAttention is not an integer",
+    );
+    check(
+        with("is_causal", Attribute::Int(2)),
+        "attribute is_causal is 2; allowed is 0 or 1",
+    );
+    check(
+        with("window", Attribute::Int(-1)),
+        "attribute window is -1; allowed is 0 or above",
+    );
+    check(
+        with("scale", Attribute::Int(1)),
+        "attribute scale of CachedAttention is not a float",
+    );
+    check(
+        with("softcap", Attribute::Float(f32::INFINITY)),
+        "attribute softcap is inf; allowed is a finite number, 0 or above",
+    );
 }
 
 #[test]
 fn a_panic_becomes_an_error_of_the_run() {
     let message = |panic: Box<dyn Any + Send>| message_of(&*panic);
-    assert_eq!(message(catch_unwind(|| panic!("out of {}\0", "range")).unwrap_err()), "out of range ");
-    assert_eq!(message(catch_unwind(|| panic!("plain")).unwrap_err()), "plain");
-    assert_eq!(message(catch_unwind(|| std::panic::panic_any(7)).unwrap_err()), "no message");
+    assert_eq!(
+        message(catch_unwind(|| panic!("out of {}\0", "range")).unwrap_err()),
+        "out of range "
+    );
+    assert_eq!(
+        message(catch_unwind(|| panic!("plain")).unwrap_err()),
+        "plain"
+    );
+    assert_eq!(
+        message(catch_unwind(|| std::panic::panic_any(7)).unwrap_err()),
+        "no message"
+    );
 }

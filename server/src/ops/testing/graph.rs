@@ -1,8 +1,9 @@
 //! Small ONNX graphs made in memory, for tests and benchmarks of the operators.
 
 use outrider_bundle::onnx::{
-    AttributeProto, AttributeType, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
-    TensorTypeProto, TypeProto, ValueInfoProto,
+    AttributeProto, AttributeType, DataType, Dimension, DimensionProto, GraphProto, ModelProto,
+    NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto,
+    ValueInfoProto,
 };
 use prost::Message;
 
@@ -30,25 +31,49 @@ impl Graph {
     }
 
     /// Adds a constant.
-    #[allow(dead_code, reason = "the benchmark has constants, the tests have inputs")]
+    #[allow(
+        dead_code,
+        reason = "the benchmark has constants, the tests have inputs"
+    )]
     pub fn constant(&mut self, name: &str, dims: &[i64], values: &[f32]) {
         self.0.initializer.push(TensorProto {
             dims: dims.to_vec(),
             data_type: DataType::Float as i32,
             name: name.to_owned(),
-            raw_data: values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            raw_data: values
+                .iter()
+                .flat_map(|value| value.to_le_bytes())
+                .collect(),
             ..TensorProto::default()
         });
     }
 
     /// Adds a node; an empty name stands for an absent input or output.
-    pub fn node(&mut self, domain: &str, op_type: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, Attribute)]) {
+    pub fn node(
+        &mut self,
+        domain: &str,
+        op_type: &str,
+        inputs: &[&str],
+        outputs: &[&str],
+        attributes: &[(&str, Attribute)],
+    ) {
         let owned = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
         let attribute = attributes.iter().map(|(name, value)| {
-            let attribute = AttributeProto { name: (*name).to_owned(), ..AttributeProto::default() };
+            let attribute = AttributeProto {
+                name: (*name).to_owned(),
+                ..AttributeProto::default()
+            };
             match *value {
-                Attribute::Int(i) => AttributeProto { r#type: AttributeType::Int as i32, i, ..attribute },
-                Attribute::Float(f) => AttributeProto { r#type: AttributeType::Float as i32, f, ..attribute },
+                Attribute::Int(i) => AttributeProto {
+                    r#type: AttributeType::Int as i32,
+                    i,
+                    ..attribute
+                },
+                Attribute::Float(f) => AttributeProto {
+                    r#type: AttributeType::Float as i32,
+                    f,
+                    ..attribute
+                },
             }
         });
         self.0.node.push(NodeProto {
@@ -64,10 +89,17 @@ impl Graph {
     /// The bytes of a model with this graph.
     pub fn model(mut self) -> Vec<u8> {
         self.0.name = "graph".to_owned();
-        let opset = |domain: &str, version| OperatorSetIdProto { domain: domain.to_owned(), version };
+        let opset = |domain: &str, version| OperatorSetIdProto {
+            domain: domain.to_owned(),
+            version,
+        };
         let model = ModelProto {
             ir_version: 12,
-            opset_import: vec![opset("", 24), opset("com.microsoft", 1), opset("outrider", 1)],
+            opset_import: vec![
+                opset("", 24),
+                opset("com.microsoft", 1),
+                opset("outrider", 1),
+            ],
             producer_name: "outrider".to_owned(),
             graph: Some(self.0),
             ..ModelProto::default()
@@ -77,7 +109,20 @@ impl Graph {
 }
 
 fn value_info(name: &str, element: DataType, dimensions: &[&str]) -> ValueInfoProto {
-    let dim = dimensions.iter().map(|&symbol| DimensionProto { value: Some(Dimension::Symbol(symbol.to_owned())) }).collect();
-    let tensor_type = TensorTypeProto { elem_type: element as i32, shape: Some(TensorShapeProto { dim }) };
-    ValueInfoProto { name: name.to_owned(), r#type: Some(TypeProto { tensor_type: Some(tensor_type) }) }
+    let dim = dimensions
+        .iter()
+        .map(|&symbol| DimensionProto {
+            value: Some(Dimension::Symbol(symbol.to_owned())),
+        })
+        .collect();
+    let tensor_type = TensorTypeProto {
+        elem_type: element as i32,
+        shape: Some(TensorShapeProto { dim }),
+    };
+    ValueInfoProto {
+        name: name.to_owned(),
+        r#type: Some(TypeProto {
+            tensor_type: Some(tensor_type),
+        }),
+    }
 }
