@@ -1,16 +1,18 @@
-"""Writes dequantise.safetensors: random blocks of every supported tensor type and the values the reference gives for them.
+"""Writes dequantise.safetensors and tiny-llama.gguf. See README.md.
 
 Needs: pip install gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
 Run:   python make.py
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
-from gguf.constants import GGML_QUANT_SIZES
-from safetensors.numpy import save_file
+from gguf import GGMLQuantizationType, GGUFWriter, MODEL_ARCH, TokenType, get_tensor_name_map, quants
+from gguf.constants import GGML_QUANT_SIZES, RopeScalingType
+from safetensors.numpy import load_file, save_file
 
+HERE = Path(__file__).parent
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 # Where the fp16 numbers of a block are: everything else may be any byte.
 HALVES = {
@@ -18,20 +20,78 @@ HALVES = {
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
 }
 
-random = np.random.default_rng(20)
-tensors = {}
-for name in TYPES:
-    kind = GGMLQuantizationType[name]
-    elements, size = GGML_QUANT_SIZES[kind]
-    blocks = random.integers(0, 256, (512 // elements, size), dtype=np.uint8)
-    if name == "F32":
-        blocks = random.standard_normal(512).astype(np.float32).view(np.uint8).reshape(blocks.shape)
-    if name == "BF16":
-        blocks = (random.standard_normal(512).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(blocks.shape)
-    for at in HALVES.get(name, []):
-        blocks[:, at : at + 2] = random.standard_normal(len(blocks)).astype(np.float16).reshape(-1, 1).view(np.uint8)
-    values = quants.dequantize(blocks, kind).reshape(-1)
-    assert values.dtype == np.float32 and values.size == 512 and np.isfinite(values).all()
-    tensors[f"{name}.blocks"] = blocks.reshape(-1)
-    tensors[f"{name}.values"] = values
-save_file(tensors, Path(__file__).parent / "dequantise.safetensors")
+
+def dequantise():
+    random = np.random.default_rng(20)
+    tensors = {}
+    for name in TYPES:
+        kind = GGMLQuantizationType[name]
+        elements, size = GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 256, (512 // elements, size), dtype=np.uint8)
+        if name == "F32":
+            blocks = random.standard_normal(512).astype(np.float32).view(np.uint8).reshape(blocks.shape)
+        if name == "BF16":
+            blocks = (random.standard_normal(512).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(blocks.shape)
+        for at in HALVES.get(name, []):
+            blocks[:, at : at + 2] = random.standard_normal(len(blocks)).astype(np.float16).reshape(-1, 1).view(np.uint8)
+        values = quants.dequantize(blocks, kind).reshape(-1)
+        assert values.dtype == np.float32 and values.size == 512 and np.isfinite(values).all()
+        tensors[f"{name}.blocks"] = blocks.reshape(-1)
+        tensors[f"{name}.values"] = values
+    save_file(tensors, HERE / "dequantise.safetensors")
+    (HERE / "dequantise.safetensors").chmod(0o644)
+
+
+def tiny_llama():
+    """The golden checkpoint llama-linear, as the converters of the GGUF world write it."""
+    source = HERE.parent / "hugging_face" / "llama-linear"
+    config = json.loads((source / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+
+    writer = GGUFWriter(HERE / "tiny-llama.gguf", "llama")
+    writer.add_name("Tiny Llama")
+    writer.add_license("mit")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(config["rope_parameters"]["factor"])
+    writer.add_vocab_size(config["vocab_size"])
+
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    unused = {token for token in tokens if token.startswith("<unused")}
+    types = [TokenType.CONTROL if token in special else TokenType.UNUSED if token in unused else TokenType.NORMAL for token in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in sorted(load_file(source / "model.safetensors").items()):
+        # Rows of a head that turn together, half a head apart, become neighbours.
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name:
+                halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    dequantise()
+    tiny_llama()

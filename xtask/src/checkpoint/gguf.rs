@@ -9,6 +9,8 @@
 
 mod dequantise;
 mod llama;
+#[cfg(test)]
+mod tests;
 mod tokenizer;
 
 use std::collections::BTreeMap;
@@ -25,8 +27,8 @@ pub use llama::read;
 /// First bytes of every GGUF file.
 pub const MAGIC: [u8; 4] = *b"GGUF";
 
-/// More header than any real model has; a bound on what a broken file can make us read.
-const HEADER_LIMIT_BYTES: u64 = 512 << 20;
+/// Several times the header of any real model; a bound on what a broken file can make us read and keep.
+const HEADER_LIMIT_BYTES: u64 = 64 << 20;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_DIMENSIONS: u32 = 4;
 const MAX_ARRAY_DEPTH: usize = 4;

@@ -269,11 +269,11 @@ fn llama3_scaling(factors: &[f32], theta: f64, head_dim: usize) -> anyhow::Resul
         factors.len(),
         head_dim / 2
     );
-    let factor = factors.iter().copied().fold(1.0, f32::max);
     ensure!(
-        factor.is_finite(),
+        factors.iter().all(|factor| factor.is_finite()),
         "{ROPE_FACTORS} has values that are not finite"
     );
+    let factor = factors.iter().copied().fold(1.0, f32::max);
     if factors.iter().all(|&factor| factor == 1.0) {
         return Ok(RopeScaling::None);
     }
