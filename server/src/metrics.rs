@@ -1,1 +1,235 @@
-//! To come.
+//! Every metric of the server, in one table, and the functions that record them.
+//!
+//! Names start with `outrider_`, counters end in `_total`, times are in seconds.
+//! The table is the contract: a name that is not in it is not exported, and the documentation is checked against it.
+
+use std::sync::OnceLock;
+
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+
+/// What a metric is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Only ever grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Counts observations in buckets with these upper bounds.
+    Histogram(&'static [f64]),
+}
+
+/// One metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// Name as Prometheus sees it.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// Names of its labels.
+    pub labels: &'static [&'static str],
+    /// What it means.
+    pub help: &'static str,
+}
+
+/// From a cached answer to a long completion on a slow machine.
+const REQUEST_SECONDS: &[f64] = &[
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
+];
+
+const HTTP_REQUESTS: &str = "outrider_http_requests_total";
+const HTTP_ERRORS: &str = "outrider_http_errors_total";
+const HTTP_REQUEST_SECONDS: &str = "outrider_http_request_duration_seconds";
+const HTTP_IN_FLIGHT: &str = "outrider_http_requests_in_flight";
+const COMPLETIONS_CANCELLED: &str = "outrider_completions_cancelled_total";
+const READY: &str = "outrider_ready";
+const LATCH_SECONDS: &str = "outrider_startup_latch_seconds";
+const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
+const RUNNING: &str = "outrider_completions_running";
+const WAITING: &str = "outrider_completions_waiting";
+const MODEL_INFO: &str = "outrider_model_info";
+const BUILD_INFO: &str = "outrider_build_info";
+
+/// Every metric.
+pub const METRICS: &[Metric] = &[
+    Metric {
+        name: HTTP_REQUESTS,
+        kind: Kind::Counter,
+        labels: &["method", "route", "status"],
+        help: "Requests that ended, by HTTP status; 499 stands for a client that left before the answer was complete",
+    },
+    Metric {
+        name: HTTP_ERRORS,
+        kind: Kind::Counter,
+        labels: &["code"],
+        help: "Requests that ended with an error object, also in mid-stream, by its code",
+    },
+    Metric {
+        name: HTTP_REQUEST_SECONDS,
+        kind: Kind::Histogram(REQUEST_SECONDS),
+        labels: &["route"],
+        help: "Time from the head of a request to the last byte of its answer",
+    },
+    Metric {
+        name: HTTP_IN_FLIGHT,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Requests whose answer is not finished",
+    },
+    Metric {
+        name: COMPLETIONS_CANCELLED,
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Completions given up before they finished: the client left, or another completion of the same request failed",
+    },
+    Metric {
+        name: READY,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "1 when /readyz answers 200, else 0",
+    },
+    Metric {
+        name: LATCH_SECONDS,
+        kind: Kind::Gauge,
+        labels: &["latch"],
+        help: "Time from the start to the moment a start-up latch passed",
+    },
+    Metric {
+        name: HEARTBEAT_AGE,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Time since the engine last came round its loop",
+    },
+    Metric {
+        name: RUNNING,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Completions that hold a slot",
+    },
+    Metric {
+        name: WAITING,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Completions that wait for a slot",
+    },
+    Metric {
+        name: MODEL_INFO,
+        kind: Kind::Gauge,
+        labels: &["model", "bundle_digest", "lossless_class"],
+        help: "Always 1; the labels say which model is served",
+    },
+    Metric {
+        name: BUILD_INFO,
+        kind: Kind::Gauge,
+        labels: &["version"],
+        help: "Always 1; the label says which build serves",
+    },
+];
+
+/// Makes the process's recorder and describes every metric; further calls return the same handle.
+///
+/// # Panics
+/// When another recorder was installed in this process.
+pub fn install() -> &'static PrometheusHandle {
+    static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
+    HANDLE.get_or_init(|| {
+        let mut builder = PrometheusBuilder::new();
+        for metric in METRICS {
+            if let Kind::Histogram(bounds) = metric.kind {
+                builder = builder
+                    .set_buckets_for_metric(Matcher::Full(metric.name.to_owned()), bounds)
+                    .expect("the table gives every histogram bounds");
+            }
+        }
+        let handle = builder
+            .install_recorder()
+            .expect("the server is the only one to install a recorder");
+        for metric in METRICS {
+            match metric.kind {
+                Kind::Counter => metrics::describe_counter!(metric.name, metric.help),
+                Kind::Gauge => metrics::describe_gauge!(metric.name, metric.help),
+                Kind::Histogram(_) => metrics::describe_histogram!(metric.name, metric.help),
+            }
+        }
+        metrics::gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
+        // Counted from zero, so that a rate exists before the first event.
+        metrics::counter!(COMPLETIONS_CANCELLED).absolute(0);
+        handle
+    })
+}
+
+/// One request ended.
+pub fn http_request(
+    method: &str,
+    route: &str,
+    status: u16,
+    code: Option<&'static str>,
+    seconds: f64,
+) {
+    metrics::counter!(
+        HTTP_REQUESTS,
+        "method" => method.to_owned(), "route" => route.to_owned(), "status" => status.to_string()
+    )
+    .increment(1);
+    metrics::histogram!(HTTP_REQUEST_SECONDS, "route" => route.to_owned()).record(seconds);
+    if let Some(code) = code {
+        metrics::counter!(HTTP_ERRORS, "code" => code).increment(1);
+    }
+}
+
+/// Completions were given up.
+pub fn completions_cancelled(count: usize) {
+    metrics::counter!(COMPLETIONS_CANCELLED).increment(count as u64);
+}
+
+/// Values that are read when a scrape asks for them.
+#[derive(Clone, Debug)]
+pub struct Snapshot<'a> {
+    /// Whether the server is ready.
+    pub ready: bool,
+    /// Requests in flight.
+    pub in_flight: usize,
+    /// Latches that have passed, with the time each took.
+    pub latches: Vec<(&'static str, f64)>,
+    /// The engine, once there is one.
+    pub engine: Option<EngineSnapshot<'a>>,
+}
+
+/// The engine at the time of a scrape.
+#[derive(Clone, Debug)]
+pub struct EngineSnapshot<'a> {
+    /// Age of the heartbeat in seconds.
+    pub heartbeat_age_seconds: f64,
+    /// Completions that hold a slot.
+    pub running: usize,
+    /// Completions that wait.
+    pub waiting: usize,
+    /// Name of the model.
+    pub model: &'a str,
+    /// Digest of the bundle.
+    pub bundle_digest: &'a str,
+    /// Lossless class, once the probe ran.
+    pub lossless_class: Option<&'static str>,
+}
+
+/// Records what a scrape reads from the state of the server.
+pub fn snapshot(snapshot: &Snapshot<'_>) {
+    metrics::gauge!(READY).set(if snapshot.ready { 1.0 } else { 0.0 });
+    metrics::gauge!(HTTP_IN_FLIGHT).set(snapshot.in_flight as f64);
+    for (latch, seconds) in &snapshot.latches {
+        metrics::gauge!(LATCH_SECONDS, "latch" => *latch).set(*seconds);
+    }
+    if let Some(engine) = &snapshot.engine {
+        metrics::gauge!(HEARTBEAT_AGE).set(engine.heartbeat_age_seconds);
+        metrics::gauge!(RUNNING).set(engine.running as f64);
+        metrics::gauge!(WAITING).set(engine.waiting as f64);
+        if let Some(class) = engine.lossless_class {
+            metrics::gauge!(
+                MODEL_INFO,
+                "model" => engine.model.to_owned(),
+                "bundle_digest" => engine.bundle_digest.to_owned(),
+                "lossless_class" => class
+            )
+            .set(1.0);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! What can be wrong with a configuration, and how it is said.
+
+use std::fmt;
+
+use super::keys::Kind;
+use super::layers::{LayerError, Origin};
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file could not be read as a layer.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+    /// Keys or values are wrong; every fault is listed.
+    #[error("{}", list(.0))]
+    Faults(Vec<Fault>),
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fault {
+    /// Dotted path of the key.
+    pub path: String,
+    /// The value as given; absent for unknown keys, whose values might be secrets, and for keys that are not set.
+    pub value: Option<String>,
+    /// Where the value came from.
+    pub origin: Origin,
+    /// What is wrong.
+    pub problem: Problem,
+}
+
+/// What is wrong with one key.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Problem {
+    /// There is no such key.
+    UnknownKey {
+        /// The key that was probably meant.
+        suggestion: Option<String>,
+    },
+    /// The path names a group of keys, not a value.
+    NotAGroup,
+    /// The value is of the wrong type or out of range.
+    NotAllowed {
+        /// What is allowed.
+        allowed: Kind,
+    },
+    /// The key must be set.
+    Required,
+    /// The value does not go with another one.
+    Conflict(&'static str),
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.path)?;
+        let value = self.value.as_deref().unwrap_or("null");
+        match &self.problem {
+            Problem::UnknownKey { suggestion } => {
+                f.write_str("unknown key")?;
+                if let Some(suggestion) = suggestion {
+                    write!(f, "; did you mean {suggestion}?")?;
+                }
+            }
+            Problem::NotAGroup => write!(f, "is {value}, but it is a group of keys")?,
+            Problem::NotAllowed { allowed } => write!(f, "is {value}, but it must be {allowed}")?,
+            Problem::Required => f.write_str("is required")?,
+            Problem::Conflict(reason) => match &self.value {
+                Some(value) => write!(f, "is {value}, but {reason}")?,
+                None => f.write_str(reason)?,
+            },
+        }
+        match &self.origin {
+            Origin::Default => Ok(()),
+            origin => write!(f, " ({origin})"),
+        }
+    }
+}
+
+fn list(faults: &[Fault]) -> String {
+    let lines: Vec<String> = faults.iter().map(|fault| format!("  {fault}")).collect();
+    let plural = if faults.len() == 1 { "" } else { "s" };
+    format!(
+        "{} fault{plural} in the configuration:\n{}",
+        faults.len(),
+        lines.join("\n")
+    )
+}
+
+/// The known name that `name` was probably meant to be.
+pub fn suggestion<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let last = |path: &str| {
+        path.trim_matches('"')
+            .rsplit('.')
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    known
+        .into_iter()
+        .map(|candidate| {
+            let whole = strsim::damerau_levenshtein(name, candidate);
+            // A key under the wrong group is as near as a small misspelling.
+            let moved = strsim::damerau_levenshtein(&last(name), &last(candidate)) + 1;
+            (whole.min(moved), candidate)
+        })
+        .min_by_key(|(distance, _)| *distance)
+        .filter(|(distance, _)| *distance <= 1 + last(name).len() / 4)
+        .map(|(_, candidate)| candidate.to_owned())
+}

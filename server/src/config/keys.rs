@@ -1,0 +1,257 @@
+//! Every configuration key: its path, what values it takes, its default and what it means.
+//!
+//! This table is the only list of keys. Reading, fault messages, the printed effective configuration and the reference file
+//! `configs/server.yaml` all come from it.
+
+use std::fmt;
+
+/// One configuration key.
+#[derive(Debug)]
+pub struct Key {
+    /// Dotted path from the root of the file.
+    pub path: &'static str,
+    /// Values it takes.
+    pub kind: Kind,
+    /// What holds when no layer sets it.
+    pub default: Default,
+    /// What it does, in whole sentences, one per line.
+    pub help: &'static str,
+}
+
+/// What holds when no layer sets a key.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Default {
+    /// This text, read like the value of an environment variable.
+    Value(&'static str),
+    /// Nothing; the text says what follows from that.
+    Unset(&'static str),
+}
+
+/// The values a key takes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// `true` or `false`.
+    Flag,
+    /// Any text that is not empty.
+    Text,
+    /// A path, relative to the working directory unless it is absolute.
+    Path,
+    /// An IP address and a port.
+    Address,
+    /// One of these names.
+    OneOf(&'static [&'static str]),
+    /// A whole number within these bounds.
+    Integer {
+        /// Smallest value.
+        min: u64,
+        /// Largest value.
+        max: u64,
+    },
+    /// A number above 0 and at most 1.
+    Share,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag => f.write_str("true or false"),
+            Self::Text => f.write_str("text that is not empty"),
+            Self::Path => f.write_str("a path"),
+            Self::Address => {
+                f.write_str("an IP address and a port, such as 127.0.0.1:8080 or [::1]:8080")
+            }
+            Self::OneOf(names) => {
+                f.write_str("one of ")?;
+                for (position, name) in names.iter().enumerate() {
+                    if position > 0 {
+                        f.write_str(", ")?;
+                    }
+                    f.write_str(name)?;
+                }
+                Ok(())
+            }
+            Self::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
+            Self::Share => f.write_str("a number above 0 and at most 1"),
+        }
+    }
+}
+
+const MAX_TOKENS: u64 = 1 << 24;
+
+/// Every key, grouped as the reference file prints them.
+pub const KEYS: &[Key] = &[
+    Key {
+        path: "serving.bundle",
+        kind: Kind::Path,
+        default: Default::Unset("this or target_model_path is required"),
+        help: "Directory of the bundle to serve.",
+    },
+    Key {
+        path: "serving.target_model_path",
+        kind: Kind::Path,
+        default: Default::Unset("see bundle"),
+        help: "Another name for bundle: the directory of the bundle that holds the target.",
+    },
+    Key {
+        path: "serving.draft_model_path",
+        kind: Kind::Path,
+        default: Default::Unset("no draft"),
+        help: "Directory of the draft model. Reserved: this version does not draft and refuses a value.",
+    },
+    Key {
+        path: "serving.model_name",
+        kind: Kind::Text,
+        default: Default::Unset("the name in the bundle"),
+        help: "Name that callers use for the model.",
+    },
+    Key {
+        path: "serving.listen",
+        kind: Kind::Address,
+        default: Default::Value("127.0.0.1:8080"),
+        help: "Address of the OpenAI-compatible interface. There is no authentication: bind beyond loopback only behind a gateway.",
+    },
+    Key {
+        path: "serving.admin_listen",
+        kind: Kind::Address,
+        default: Default::Value("127.0.0.1:8081"),
+        help: "Address of /livez, /readyz and /metrics.",
+    },
+    Key {
+        path: "serving.shutdown_grace_ms",
+        kind: Kind::Integer {
+            min: 0,
+            max: 3_600_000,
+        },
+        default: Default::Value("30000"),
+        help: "How long running requests may go on after SIGTERM or SIGINT.",
+    },
+    Key {
+        path: "serving.speculative.enabled",
+        kind: Kind::Flag,
+        default: Default::Value("false"),
+        help: "Draft several tokens ahead. The output is the same either way.",
+    },
+    Key {
+        path: "serving.speculative.required",
+        kind: Kind::Flag,
+        default: Default::Value("false"),
+        help: "Refuse to start when drafting is not possible, instead of serving without it.",
+    },
+    Key {
+        path: "serving.speculative.draft_block_size",
+        kind: Kind::Integer { min: 2, max: 64 },
+        default: Default::Unset("the draft's own"),
+        help: "Tokens of one draft block, the anchor included.",
+    },
+    Key {
+        path: "serving.speculative.candidate_topk",
+        kind: Kind::Integer { min: 1, max: 64 },
+        default: Default::Unset("the draft's own"),
+        help: "Candidates per position of a draft block.",
+    },
+    Key {
+        path: "serving.speculative.acceptance_strategy",
+        kind: Kind::OneOf(&["strict"]),
+        default: Default::Value("strict"),
+        help: "Rule for drafted tokens: strict accepts a token only when it is the target's own choice.",
+    },
+    Key {
+        path: "serving.runtime.execution_provider",
+        kind: Kind::OneOf(&["cpu", "cuda"]),
+        default: Default::Value("cpu"),
+        help: "Where the model runs. There is no fallback from one to the other.",
+    },
+    Key {
+        path: "serving.runtime.onnxruntime_library",
+        kind: Kind::Path,
+        default: Default::Unset("required"),
+        help: "The ONNX Runtime shared library.",
+    },
+    Key {
+        path: "serving.runtime.max_concurrency",
+        kind: Kind::Integer { min: 1, max: 1024 },
+        default: Default::Value("8"),
+        help: "Completions that run at the same time; each holds one slot of KV memory.",
+    },
+    Key {
+        path: "serving.runtime.context_tokens",
+        kind: Kind::Integer {
+            min: 2,
+            max: MAX_TOKENS,
+        },
+        default: Default::Unset("the model's own"),
+        help: "Longest prompt and completion of one slot, together. Lower it to save KV memory.",
+    },
+    Key {
+        path: "serving.runtime.kv_cache_ratio",
+        kind: Kind::Share,
+        default: Default::Value("0.5"),
+        help: "Share of the memory free at start that the KV memory may take. More than that is a start-up error.",
+    },
+    Key {
+        path: "serving.runtime.prefill_chunk_tokens",
+        kind: Kind::Integer {
+            min: 2,
+            max: 65_536,
+        },
+        default: Default::Value("64"),
+        help: "Prompt tokens one step takes from one sequence. Smaller steps keep other streams smoother.",
+    },
+    Key {
+        path: "serving.runtime.intra_op_threads",
+        kind: Kind::Integer { min: 1, max: 1024 },
+        default: Default::Unset("one for each core"),
+        help: "Threads one step computes with.",
+    },
+    Key {
+        path: "serving.runtime.queue_capacity",
+        kind: Kind::Integer {
+            min: 1,
+            max: 1_000_000,
+        },
+        default: Default::Value("64"),
+        help: "Completions that may wait for a slot; one more is answered 429.",
+    },
+    Key {
+        path: "serving.runtime.max_completions_per_request",
+        kind: Kind::Integer { min: 1, max: 1024 },
+        default: Default::Value("8"),
+        help: "Most completions of one request: prompts times n.",
+    },
+    Key {
+        path: "serving.runtime.request_body_limit_bytes",
+        kind: Kind::Integer {
+            min: 1024,
+            max: 1 << 30,
+        },
+        default: Default::Value("4194304"),
+        help: "Longest request body; a longer one is answered 413.",
+    },
+    Key {
+        path: "serving.runtime.heartbeat_limit_ms",
+        kind: Kind::Integer {
+            min: 100,
+            max: 3_600_000,
+        },
+        default: Default::Value("30000"),
+        help: "/livez turns 503 when the engine has not come round its loop for this long. Keep it above the longest step.",
+    },
+    Key {
+        path: "serving.logging.level",
+        kind: Kind::OneOf(&["error", "warn", "info", "debug", "trace"]),
+        default: Default::Value("info"),
+        help: "Least severe level that is logged.",
+    },
+    Key {
+        path: "serving.logging.format",
+        kind: Kind::OneOf(&["text", "json"]),
+        default: Default::Value("text"),
+        help: "One line of text or one JSON object per record.",
+    },
+    Key {
+        path: "serving.logging.path",
+        kind: Kind::Path,
+        default: Default::Unset("standard error"),
+        help: "File that log records are appended to.",
+    },
+];

@@ -1,0 +1,574 @@
+//! The configuration: defaults, then a YAML file, then the environment, then flags; each layer overrides the one before.
+//!
+//! Nothing is ignored: an unknown key is a fault, and every fault is found before the first one is reported.
+//! No key holds a secret; the value of an unknown key is not repeated in its fault, because it might be one.
+
+mod fault;
+mod keys;
+mod layers;
+mod reference;
+
+use std::net::SocketAddr;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use figment::Figment;
+use figment::value::{Dict, Num, Value};
+
+pub(crate) use fault::suggestion;
+pub use fault::{ConfigError, Fault, Problem};
+pub use keys::{KEYS, Key, Kind};
+pub use layers::{ENVIRONMENT_PREFIX, LayerError, Origin};
+pub use reference::reference;
+
+use layers::Layer;
+
+/// Where the layers of a configuration are.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    /// A YAML file.
+    pub file: Option<PathBuf>,
+    /// Environment variables; those without [`ENVIRONMENT_PREFIX`] are skipped.
+    pub environment: Vec<(String, String)>,
+    /// Values from the command line, by dotted path.
+    pub flags: Vec<(String, String)>,
+}
+
+/// A complete, checked configuration.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directory of the bundle.
+    pub bundle: PathBuf,
+    /// Name for callers, when it is not the bundle's.
+    pub model_name: Option<String>,
+    /// Address of the OpenAI-compatible interface.
+    pub listen: SocketAddr,
+    /// Address of the admin listener.
+    pub admin_listen: SocketAddr,
+    /// How long running requests may go on after a stop was asked for.
+    pub shutdown_grace: Duration,
+    /// Drafting.
+    pub speculative: Speculative,
+    /// Execution and limits.
+    pub runtime: Runtime,
+    /// Logging.
+    pub logging: Logging,
+    settings: Vec<Setting>,
+}
+
+/// Drafting.
+#[derive(Clone, Debug)]
+pub struct Speculative {
+    /// Whether to draft.
+    pub enabled: bool,
+    /// Whether to refuse to start when drafting is not possible.
+    pub required: bool,
+    /// Tokens of one draft block, when it is not the draft's own.
+    pub draft_block_size: Option<usize>,
+    /// Candidates per position, when it is not the draft's own.
+    pub candidate_topk: Option<usize>,
+    /// How drafted tokens are accepted.
+    pub acceptance_strategy: AcceptanceStrategy,
+}
+
+/// How drafted tokens are accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AcceptanceStrategy {
+    /// Only when the token is the target's own choice.
+    Strict,
+}
+
+/// Where the model runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExecutionProvider {
+    /// The CPU provider of ONNX Runtime.
+    Cpu,
+    /// The CUDA provider of ONNX Runtime.
+    Cuda,
+}
+
+/// Execution and limits.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    /// Where the model runs.
+    pub execution_provider: ExecutionProvider,
+    /// The ONNX Runtime shared library.
+    pub onnxruntime_library: PathBuf,
+    /// Completions that run at the same time.
+    pub max_concurrency: usize,
+    /// Tokens of one slot, when it is not the model's own context.
+    pub context_tokens: Option<usize>,
+    /// Share of free memory the KV memory may take.
+    pub kv_cache_ratio: f64,
+    /// Prompt tokens one step takes from one sequence.
+    pub prefill_chunk_tokens: usize,
+    /// Threads one step computes with; `None` is one for each core.
+    pub intra_op_threads: Option<NonZeroUsize>,
+    /// Completions that may wait for a slot.
+    pub queue_capacity: usize,
+    /// Most completions of one request.
+    pub max_completions_per_request: usize,
+    /// Longest request body.
+    pub request_body_limit_bytes: usize,
+    /// Oldest heartbeat of an engine that counts as alive.
+    pub heartbeat_limit: Duration,
+}
+
+/// Logging.
+#[derive(Clone, Debug)]
+pub struct Logging {
+    /// Least severe level that is logged.
+    pub level: tracing::Level,
+    /// Shape of a record.
+    pub format: LogFormat,
+    /// File to append to; `None` is standard error.
+    pub path: Option<PathBuf>,
+}
+
+/// Shape of a log record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// One line of text.
+    Text,
+    /// One JSON object.
+    Json,
+}
+
+/// The value one key ended up with.
+#[derive(Clone, Debug)]
+struct Setting {
+    key: &'static Key,
+    value: Option<Scalar>,
+    origin: Origin,
+}
+
+/// A value of a key.
+#[derive(Clone, Debug, PartialEq)]
+enum Scalar {
+    Flag(bool),
+    Text(String),
+    Integer(u64),
+    Share(f64),
+}
+
+impl Config {
+    /// Merges the layers and checks every key; reports every fault it finds.
+    pub fn load(sources: &Sources) -> Result<Self, ConfigError> {
+        let mut figment = Figment::new();
+        if let Some(path) = &sources.file {
+            figment = figment.merge(Layer::file(path)?);
+        }
+        figment = figment
+            .merge(Layer::environment(sources.environment.iter().cloned()))
+            .merge(Layer::flags(sources.flags.iter().cloned()));
+        let merged = figment::Provider::data(&figment)
+            .map(|profiles| profiles.into_values().next().unwrap_or_default())
+            .unwrap_or_default();
+
+        let mut reader = Reader {
+            figment: &figment,
+            leaves: Vec::new(),
+            faults: Vec::new(),
+        };
+        reader.walk("", &merged);
+        let (settings, mut faults) = reader.settings();
+        faults.extend(conflicts(&settings));
+        if faults.is_empty() {
+            Ok(Self::of(settings))
+        } else {
+            Err(ConfigError::Faults(faults))
+        }
+    }
+
+    fn of(settings: Vec<Setting>) -> Self {
+        let values = Values(&settings);
+        let count = |path| usize::try_from(values.integer(path)).unwrap_or(usize::MAX);
+        let optional_count = |path| {
+            values
+                .optional_integer(path)
+                .and_then(|value| usize::try_from(value).ok())
+        };
+        Self {
+            bundle: values
+                .text("serving.bundle")
+                .or_else(|| values.text("serving.target_model_path"))
+                .map(PathBuf::from)
+                .unwrap_or_default(),
+            model_name: values.text("serving.model_name").map(str::to_owned),
+            listen: values.address("serving.listen"),
+            admin_listen: values.address("serving.admin_listen"),
+            shutdown_grace: Duration::from_millis(values.integer("serving.shutdown_grace_ms")),
+            speculative: Speculative {
+                enabled: values.flag("serving.speculative.enabled"),
+                required: values.flag("serving.speculative.required"),
+                draft_block_size: optional_count("serving.speculative.draft_block_size"),
+                candidate_topk: optional_count("serving.speculative.candidate_topk"),
+                acceptance_strategy: AcceptanceStrategy::Strict,
+            },
+            runtime: Runtime {
+                execution_provider: match values.text("serving.runtime.execution_provider") {
+                    Some("cuda") => ExecutionProvider::Cuda,
+                    _ => ExecutionProvider::Cpu,
+                },
+                onnxruntime_library: values
+                    .text("serving.runtime.onnxruntime_library")
+                    .map(PathBuf::from)
+                    .unwrap_or_default(),
+                max_concurrency: count("serving.runtime.max_concurrency"),
+                context_tokens: optional_count("serving.runtime.context_tokens"),
+                kv_cache_ratio: values.share("serving.runtime.kv_cache_ratio"),
+                prefill_chunk_tokens: count("serving.runtime.prefill_chunk_tokens"),
+                intra_op_threads: optional_count("serving.runtime.intra_op_threads")
+                    .and_then(NonZeroUsize::new),
+                queue_capacity: count("serving.runtime.queue_capacity"),
+                max_completions_per_request: count("serving.runtime.max_completions_per_request"),
+                request_body_limit_bytes: count("serving.runtime.request_body_limit_bytes"),
+                heartbeat_limit: Duration::from_millis(
+                    values.integer("serving.runtime.heartbeat_limit_ms"),
+                ),
+            },
+            logging: Logging {
+                level: values
+                    .text("serving.logging.level")
+                    .and_then(|level| level.parse().ok())
+                    .unwrap_or(tracing::Level::INFO),
+                format: match values.text("serving.logging.format") {
+                    Some("json") => LogFormat::Json,
+                    _ => LogFormat::Text,
+                },
+                path: values.text("serving.logging.path").map(PathBuf::from),
+            },
+            settings,
+        }
+    }
+
+    /// The effective configuration as YAML, every key in the order of [`KEYS`], `null` where nothing is set.
+    pub fn to_yaml(&self) -> String {
+        reference::effective(&self.settings)
+    }
+
+    /// Every key that is not at its default, with its value and where it came from, for the log.
+    pub fn overrides(&self) -> impl Iterator<Item = (&'static str, String, &Origin)> {
+        self.settings
+            .iter()
+            .filter(|setting| setting.origin != Origin::Default)
+            .map(|setting| {
+                let value = setting
+                    .value
+                    .as_ref()
+                    .map_or_else(|| "null".to_owned(), Scalar::to_string);
+                (setting.key.path, value, &setting.origin)
+            })
+    }
+}
+
+/// Reads typed values out of settings that were checked against [`KEYS`].
+struct Values<'a>(&'a [Setting]);
+
+impl<'a> Values<'a> {
+    fn scalar(&self, path: &str) -> Option<&'a Scalar> {
+        let setting = self.0.iter().find(|setting| setting.key.path == path);
+        debug_assert!(setting.is_some(), "{path} is not a key");
+        setting.and_then(|setting| setting.value.as_ref())
+    }
+
+    fn text(&self, path: &str) -> Option<&'a str> {
+        match self.scalar(path) {
+            Some(Scalar::Text(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    fn flag(&self, path: &str) -> bool {
+        matches!(self.scalar(path), Some(Scalar::Flag(true)))
+    }
+
+    fn optional_integer(&self, path: &str) -> Option<u64> {
+        match self.scalar(path) {
+            Some(Scalar::Integer(value)) => Some(*value),
+            _ => None,
+        }
+    }
+
+    fn integer(&self, path: &str) -> u64 {
+        self.optional_integer(path).unwrap_or_default()
+    }
+
+    fn share(&self, path: &str) -> f64 {
+        match self.scalar(path) {
+            Some(Scalar::Share(value)) => *value,
+            _ => 0.0,
+        }
+    }
+
+    fn address(&self, path: &str) -> SocketAddr {
+        self.text(path)
+            .and_then(|text| text.parse().ok())
+            .unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)))
+    }
+}
+
+/// Walks the merged layers and turns them into settings and faults.
+struct Reader<'a> {
+    figment: &'a Figment,
+    leaves: Vec<(&'static Key, Value)>,
+    faults: Vec<Fault>,
+}
+
+impl Reader<'_> {
+    fn origin(&self, value: &Value, path: &str) -> Origin {
+        Origin::of(self.figment.get_metadata(value.tag()), path)
+    }
+
+    fn walk(&mut self, prefix: &str, values: &Dict) {
+        for (name, value) in values {
+            let path = match (prefix, name.contains('.')) {
+                ("", false) => name.clone(),
+                (_, false) => format!("{prefix}.{name}"),
+                ("", true) => format!("\"{name}\""),
+                (_, true) => format!("{prefix}.\"{name}\""),
+            };
+            if let Some(key) = KEYS.iter().find(|key| key.path == path) {
+                self.leaves.push((key, value.clone()));
+            } else if KEYS.iter().any(|key| is_below(key.path, &path)) {
+                match value {
+                    Value::Dict(_, inner) => self.walk(&path, inner),
+                    Value::Empty(..) => {}
+                    _ => self.faults.push(Fault {
+                        value: Some(show(value)),
+                        origin: self.origin(value, &path),
+                        path,
+                        problem: Problem::NotAGroup,
+                    }),
+                }
+            } else {
+                // The value of a group has no tag of its own that names a source, its first leaf has.
+                let tagged = first_leaf(value);
+                self.faults.push(Fault {
+                    value: None,
+                    origin: self.origin(tagged, &path),
+                    problem: Problem::UnknownKey {
+                        suggestion: suggestion(&path, KEYS.iter().map(|key| key.path)),
+                    },
+                    path,
+                });
+            }
+        }
+    }
+
+    fn settings(mut self) -> (Vec<Setting>, Vec<Fault>) {
+        let mut settings = Vec::with_capacity(KEYS.len());
+        for key in KEYS {
+            let leaf = self.leaves.iter().find(|(leaf, _)| leaf.path == key.path);
+            let (value, origin) = match leaf {
+                Some((_, value)) if !matches!(value, Value::Empty(..)) => {
+                    let origin = self.origin(value, key.path);
+                    let scalar = read(key.kind, value, origin.carries_text());
+                    if scalar.is_none() {
+                        self.faults.push(Fault {
+                            path: key.path.to_owned(),
+                            value: Some(show(value)),
+                            origin: origin.clone(),
+                            problem: Problem::NotAllowed { allowed: key.kind },
+                        });
+                    }
+                    (scalar, origin)
+                }
+                _ => (default_of(key), Origin::Default),
+            };
+            settings.push(Setting { key, value, origin });
+        }
+        (settings, self.faults)
+    }
+}
+
+fn is_below(path: &str, group: &str) -> bool {
+    path.strip_prefix(group)
+        .is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn first_leaf(value: &Value) -> &Value {
+    match value {
+        Value::Dict(_, inner) => inner.values().next().map_or(value, first_leaf),
+        _ => value,
+    }
+}
+
+fn default_of(key: &Key) -> Option<Scalar> {
+    match key.default {
+        keys::Default::Value(text) => read_text(key.kind, text),
+        keys::Default::Unset(_) => None,
+    }
+}
+
+fn read(kind: Kind, value: &Value, carries_text: bool) -> Option<Scalar> {
+    match value {
+        Value::String(_, text) if carries_text => read_text(kind, text),
+        Value::String(_, text) => match kind {
+            Kind::Text | Kind::Path | Kind::Address | Kind::OneOf(_) => read_text(kind, text),
+            Kind::Flag | Kind::Integer { .. } | Kind::Share => None,
+        },
+        Value::Bool(_, flag) if kind == Kind::Flag => Some(Scalar::Flag(*flag)),
+        Value::Num(_, number) => match kind {
+            Kind::Integer { min, max } => {
+                let value = whole(number)?;
+                (min..=max)
+                    .contains(&value)
+                    .then_some(Scalar::Integer(value))
+            }
+            Kind::Share => {
+                let value = number
+                    .to_f64()
+                    .or_else(|| whole(number).map(|value| value as f64))?;
+                is_share(value).then_some(Scalar::Share(value))
+            }
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn whole(number: &Num) -> Option<u64> {
+    let value = number.to_u128().or_else(|| {
+        number
+            .to_i128()
+            .and_then(|value| u128::try_from(value).ok())
+    })?;
+    u64::try_from(value).ok()
+}
+
+fn is_share(value: f64) -> bool {
+    value > 0.0 && value <= 1.0
+}
+
+fn read_text(kind: Kind, text: &str) -> Option<Scalar> {
+    match kind {
+        Kind::Flag => text.parse().ok().map(Scalar::Flag),
+        Kind::Text | Kind::Path => (!text.trim().is_empty()).then(|| Scalar::Text(text.to_owned())),
+        Kind::Address => text
+            .parse::<SocketAddr>()
+            .ok()
+            .map(|_| Scalar::Text(text.to_owned())),
+        Kind::OneOf(names) => names.contains(&text).then(|| Scalar::Text(text.to_owned())),
+        Kind::Integer { min, max } => text
+            .parse()
+            .ok()
+            .filter(|value| (min..=max).contains(value))
+            .map(Scalar::Integer),
+        Kind::Share => text
+            .parse()
+            .ok()
+            .filter(|value| is_share(*value))
+            .map(Scalar::Share),
+    }
+}
+
+fn show(value: &Value) -> String {
+    match value {
+        Value::String(_, text) => format!("\"{text}\""),
+        Value::Char(_, character) => format!("\"{character}\""),
+        Value::Bool(_, flag) => flag.to_string(),
+        Value::Num(_, number) => number
+            .to_u128()
+            .map(|value| value.to_string())
+            .or_else(|| number.to_i128().map(|value| value.to_string()))
+            .or_else(|| number.to_f64().map(|value| value.to_string()))
+            .unwrap_or_else(|| "a number".to_owned()),
+        Value::Empty(..) => "null".to_owned(),
+        Value::Dict(..) => "a group of keys".to_owned(),
+        Value::Array(..) => "a list".to_owned(),
+    }
+}
+
+/// Rules that more than one key has a part in.
+fn conflicts(settings: &[Setting]) -> Vec<Fault> {
+    let values = Values(settings);
+    let mut faults = Vec::new();
+    let mut fault = |path: &str, problem: Problem| {
+        let setting = settings.iter().find(|setting| setting.key.path == path);
+        let set = setting.filter(|setting| setting.origin != Origin::Default);
+        faults.push(Fault {
+            path: path.to_owned(),
+            value: set
+                .and_then(|setting| setting.value.as_ref())
+                .map(Scalar::to_string),
+            origin: set.map_or(Origin::Default, |setting| setting.origin.clone()),
+            problem,
+        });
+    };
+    // A key whose own value is at fault is set, though it has no value here.
+    let is_set = |path: &str| {
+        settings
+            .iter()
+            .any(|setting| setting.key.path == path && setting.origin != Origin::Default)
+    };
+
+    match (
+        is_set("serving.bundle"),
+        is_set("serving.target_model_path"),
+    ) {
+        (false, false) => fault("serving.bundle", Problem::Required),
+        (true, true) => fault(
+            "serving.target_model_path",
+            Problem::Conflict("serving.bundle is set too, and only one of them may be"),
+        ),
+        _ => {}
+    }
+    if !is_set("serving.runtime.onnxruntime_library") {
+        fault("serving.runtime.onnxruntime_library", Problem::Required);
+    }
+    if is_set("serving.draft_model_path") {
+        fault(
+            "serving.draft_model_path",
+            Problem::Conflict("this version does not draft; leave the key out"),
+        );
+    }
+    if values.flag("serving.speculative.required") {
+        if values.flag("serving.speculative.enabled") {
+            fault(
+                "serving.speculative.required",
+                Problem::Conflict("this version does not draft, so drafting cannot be required"),
+            );
+        } else {
+            fault(
+                "serving.speculative.required",
+                Problem::Conflict(
+                    "serving.speculative.enabled is false; required drafting must be enabled",
+                ),
+            );
+        }
+    }
+    let listen = values.address("serving.listen");
+    if listen.port() != 0 && listen == values.address("serving.admin_listen") {
+        fault(
+            "serving.admin_listen",
+            Problem::Conflict(
+                "serving.listen is the same address; the two listeners need their own",
+            ),
+        );
+    }
+    let places = values.integer("serving.runtime.max_concurrency")
+        + values.integer("serving.runtime.queue_capacity");
+    let both_are_known = places > 0;
+    if both_are_known && values.integer("serving.runtime.max_completions_per_request") > places {
+        fault(
+            "serving.runtime.max_completions_per_request",
+            Problem::Conflict(
+                "it is above serving.runtime.max_concurrency plus queue_capacity, so such a request could never be queued",
+            ),
+        );
+    }
+    faults
+}
+
+impl std::fmt::Display for Scalar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Flag(flag) => write!(f, "{flag}"),
+            Self::Text(text) => write!(f, "\"{text}\""),
+            Self::Integer(value) => write!(f, "{value}"),
+            Self::Share(value) => write!(f, "{value}"),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The admin listener: `/livez`, `/readyz` and `/metrics`, on loopback unless told otherwise.
+//!
+//! `/livez` looks at the engine's heartbeat, not at the HTTP threads; a server that is still loading is alive.
+//! `/readyz` is 200 only when every start-up latch has passed and no stop was asked for.
+
+use std::net::TcpListener;
+
+use actix_web::dev::Server;
+use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
+use metrics_exporter_prometheus::PrometheusHandle;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::State;
+use super::error::ApiError;
+use super::{method_not_allowed, not_found};
+use crate::engine::Phase;
+use crate::lifecycle::Latch;
+use crate::metrics::{self, EngineSnapshot, Snapshot};
+
+#[derive(Serialize)]
+struct Liveness {
+    alive: bool,
+    phase: &'static str,
+    heartbeat_age_seconds: Option<f64>,
+    heartbeat_limit_seconds: f64,
+}
+
+#[derive(Serialize)]
+struct Readiness<'a> {
+    ready: bool,
+    phase: &'static str,
+    detail: String,
+    draining: bool,
+    latches: Map<String, Value>,
+    model: Option<&'a str>,
+    bundle_digest: Option<&'a str>,
+    lossless_class: Option<&'static str>,
+}
+
+/// Starts the admin interface on a bound listener. The caller decides when it stops.
+pub fn serve(state: web::Data<State>, listener: TcpListener) -> std::io::Result<Server> {
+    let prometheus = web::Data::new(metrics::install().clone());
+    let server = HttpServer::new(move || {
+        App::new()
+            .app_data(state.clone())
+            .app_data(prometheus.clone())
+            .configure(routes)
+            .default_service(web::to(not_found))
+    })
+    .workers(1)
+    .disable_signals()
+    .listen(listener)?;
+    Ok(server.run())
+}
+
+fn routes(config: &mut web::ServiceConfig) {
+    let get_only = || web::to(|request: HttpRequest| method_not_allowed(request, "GET"));
+    config
+        .service(
+            web::resource("/livez")
+                .route(web::get().to(livez))
+                .default_service(get_only()),
+        )
+        .service(
+            web::resource("/readyz")
+                .route(web::get().to(readyz))
+                .default_service(get_only()),
+        )
+        .service(
+            web::resource("/metrics")
+                .route(web::get().to(scrape))
+                .default_service(get_only()),
+        );
+}
+
+fn phase_name(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Starting => "starting",
+        Phase::Ready => "ready",
+        Phase::Failed => "failed",
+    }
+}
+
+fn is_ready(state: &State) -> bool {
+    let is_serving = |phase| phase == Phase::Ready;
+    state.startup.complete()
+        && !state.drain.draining()
+        && state
+            .backend
+            .get()
+            .is_some_and(|backend| is_serving(backend.status().phase))
+}
+
+async fn livez(state: web::Data<State>) -> HttpResponse {
+    let limit = state.settings.heartbeat_limit;
+    let status = state.backend.get().map(|backend| backend.status());
+    let alive = match &status {
+        None => true,
+        Some(status) => match status.phase {
+            Phase::Starting => true,
+            Phase::Ready => status.heartbeat_age <= limit,
+            Phase::Failed => false,
+        },
+    };
+    let body = Liveness {
+        alive,
+        phase: status
+            .as_ref()
+            .map_or("starting", |status| phase_name(status.phase)),
+        heartbeat_age_seconds: status.map(|status| status.heartbeat_age.as_secs_f64()),
+        heartbeat_limit_seconds: limit.as_secs_f64(),
+    };
+    respond(alive, &body)
+}
+
+async fn readyz(state: web::Data<State>) -> HttpResponse {
+    let ready = is_ready(&state);
+    let backend = state.backend.get();
+    let status = backend.map(|backend| backend.status());
+    let card = backend.map(|backend| backend.card());
+    let body = Readiness {
+        ready,
+        phase: status
+            .as_ref()
+            .map_or("starting", |status| phase_name(status.phase)),
+        detail: status.as_ref().map_or_else(
+            || "loading the bundle".to_owned(),
+            |status| status.detail.clone(),
+        ),
+        draining: state.drain.draining(),
+        latches: Latch::ALL
+            .into_iter()
+            .map(|latch| {
+                (
+                    latch.as_str().to_owned(),
+                    state.startup.passed(latch).is_some().into(),
+                )
+            })
+            .collect(),
+        model: card.map(|card| card.name.as_str()),
+        bundle_digest: card.map(|card| card.bundle_digest.as_str()),
+        lossless_class: status
+            .and_then(|status| status.lossless)
+            .map(|class| class.as_str()),
+    };
+    respond(ready, &body)
+}
+
+fn respond(good: bool, body: &impl Serialize) -> HttpResponse {
+    if good {
+        HttpResponse::Ok().json(body)
+    } else {
+        HttpResponse::ServiceUnavailable().json(body)
+    }
+}
+
+async fn scrape(
+    state: web::Data<State>,
+    prometheus: web::Data<PrometheusHandle>,
+) -> Result<HttpResponse, ApiError> {
+    let backend = state.backend.get();
+    metrics::snapshot(&Snapshot {
+        ready: is_ready(&state),
+        in_flight: state.drain.in_flight(),
+        latches: Latch::ALL
+            .into_iter()
+            .filter_map(|latch| Some((latch.as_str(), state.startup.passed(latch)?.as_secs_f64())))
+            .collect(),
+        engine: backend.map(|backend| {
+            let status = backend.status();
+            EngineSnapshot {
+                heartbeat_age_seconds: status.heartbeat_age.as_secs_f64(),
+                running: status.running,
+                waiting: status.waiting,
+                model: &backend.card().name,
+                bundle_digest: &backend.card().bundle_digest,
+                lossless_class: status.lossless.map(|class| class.as_str()),
+            }
+        }),
+    });
+    Ok(HttpResponse::Ok()
+        .content_type("text/plain; version=0.0.4; charset=utf-8")
+        .body(prometheus.render()))
+}

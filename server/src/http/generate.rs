@@ -1,0 +1,270 @@
+//! `/v1/completions` and `/v1/chat/completions`: from the bytes of a body to an answer.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use actix_web::http::header;
+use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
+use bytes::Bytes;
+use serde_json::Value;
+
+use super::State;
+use super::access::AccessRecord;
+use super::backend::Backend;
+use super::choices::{Choices, Piece, Plan, Prompt, random_seed};
+use super::error::ApiError;
+use super::fields::StrictJson;
+use super::params::{
+    self, ChatParams, CompletionParams, DEFAULT_COMPLETION_TOKENS, Generation, Limits,
+};
+use super::shape::{AnswerWriter, Head, Shape};
+use super::sse::EventStream;
+
+/// Characters of the bundle digest in `system_fingerprint`.
+const FINGERPRINT_DIGITS: usize = 12;
+
+/// A request that is checked and tokenised.
+struct Prepared {
+    shape: Shape,
+    prompts: Vec<Prompt>,
+    generation: Generation,
+}
+
+/// `POST /v1/completions`.
+pub async fn completions(
+    request: HttpRequest,
+    payload: web::Payload,
+    state: web::Data<State>,
+) -> Result<HttpResponse, ApiError> {
+    answer(request, payload, state, prepare_completion).await
+}
+
+/// `POST /v1/chat/completions`.
+pub async fn chat_completions(
+    request: HttpRequest,
+    payload: web::Payload,
+    state: web::Data<State>,
+) -> Result<HttpResponse, ApiError> {
+    answer(request, payload, state, prepare_chat).await
+}
+
+type Prepare = fn(&dyn Backend, Value, Limits) -> Result<Prepared, ApiError>;
+
+async fn answer(
+    request: HttpRequest,
+    payload: web::Payload,
+    state: web::Data<State>,
+    prepare: Prepare,
+) -> Result<HttpResponse, ApiError> {
+    let backend = state.ready()?.clone();
+    let record = request
+        .extensions()
+        .get::<AccessRecord>()
+        .cloned()
+        .ok_or_else(|| ApiError::internal("the request has no access record"))?;
+    let body = read_body(&request, payload, state.settings.body_limit_bytes).await?;
+
+    let limits = Limits {
+        completions: state.settings.max_completions_per_request,
+        vocab_size: backend.limits().vocab_size,
+    };
+    // A body can be megabytes of text to parse and tokenise: too long for a worker that other streams share.
+    let prepared = {
+        let backend = backend.clone();
+        web::block(move || {
+            let StrictJson(body) = serde_json::from_slice(&body).map_err(ApiError::invalid_json)?;
+            prepare(&*backend, body, limits)
+        })
+        .await
+        .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
+    };
+    run(backend, prepared, record, state.settings.speculative).await
+}
+
+async fn read_body(
+    request: &HttpRequest,
+    payload: web::Payload,
+    limit_bytes: usize,
+) -> Result<Bytes, ApiError> {
+    let header_text = |name| {
+        request
+            .headers()
+            .get(name)
+            .map(|value| value.to_str().unwrap_or("not text"))
+    };
+    // Browsers send other types across origins without asking; a page must not be able to use a server on its reader's machine.
+    let content_type = header_text(header::CONTENT_TYPE).unwrap_or("missing");
+    let essence = content_type.split(';').next().unwrap_or_default().trim();
+    if !essence.eq_ignore_ascii_case("application/json") {
+        return Err(ApiError::unsupported_media_type(
+            "content-type",
+            content_type,
+            "application/json",
+        ));
+    }
+    if let Some(encoding) = header_text(header::CONTENT_ENCODING)
+        && !encoding.eq_ignore_ascii_case("identity")
+    {
+        return Err(ApiError::unsupported_media_type(
+            "content-encoding",
+            encoding,
+            "identity or left out",
+        ));
+    }
+    match payload.to_bytes_limited(limit_bytes).await {
+        Ok(Ok(body)) => Ok(body),
+        Ok(Err(_)) => Err(ApiError::unreadable_body()),
+        Err(_) => Err(ApiError::body_too_large(limit_bytes)),
+    }
+}
+
+fn check_model(backend: &dyn Backend, model: &str) -> Result<(), ApiError> {
+    let served = &backend.card().name;
+    if model == served {
+        Ok(())
+    } else {
+        Err(ApiError::model_not_found(model, served))
+    }
+}
+
+fn prepare_completion(
+    backend: &dyn Backend,
+    body: Value,
+    limits: Limits,
+) -> Result<Prepared, ApiError> {
+    let CompletionParams {
+        model,
+        prompts,
+        echo,
+        generation,
+    } = CompletionParams::read(body, limits)?;
+    check_model(backend, &model)?;
+    let single = prompts.len() == 1;
+    let prompts = prompts.into_iter().enumerate().map(|(position, prompt)| {
+        let (tokens, text) = match prompt {
+            params::Prompt::Text(text) => (backend.encode_prompt(&text), Some(text)),
+            params::Prompt::Tokens(tokens) => (tokens, None),
+        };
+        let echo = echo.then(|| text.unwrap_or_else(|| text_of(backend, &tokens)));
+        Prompt {
+            tokens,
+            echo,
+            param: if single {
+                "prompt".to_owned()
+            } else {
+                format!("prompt[{position}]")
+            },
+        }
+    });
+    Ok(Prepared {
+        shape: Shape::Completion,
+        prompts: prompts.collect(),
+        generation,
+    })
+}
+
+fn text_of(backend: &dyn Backend, tokens: &[u32]) -> String {
+    let bytes: Vec<u8> = tokens
+        .iter()
+        .flat_map(|id| backend.token_bytes(*id))
+        .collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn prepare_chat(backend: &dyn Backend, body: Value, limits: Limits) -> Result<Prepared, ApiError> {
+    let ChatParams {
+        model,
+        messages,
+        template_kwargs,
+        generation,
+    } = ChatParams::read(body, limits)?;
+    check_model(backend, &model)?;
+    let prompt = Prompt {
+        tokens: backend.encode_chat(&messages, template_kwargs)?,
+        echo: None,
+        param: "messages".to_owned(),
+    };
+    Ok(Prepared {
+        shape: Shape::Chat,
+        prompts: vec![prompt],
+        generation,
+    })
+}
+
+async fn run(
+    backend: Arc<dyn Backend>,
+    prepared: Prepared,
+    record: AccessRecord,
+    speculative: bool,
+) -> Result<HttpResponse, ApiError> {
+    let Prepared {
+        shape,
+        prompts,
+        generation,
+    } = prepared;
+    let card = backend.card();
+    if generation.speculative == Some(true) && !card.draft {
+        return Err(ApiError::no_draft());
+    }
+    let seed = match generation.seed {
+        Some(seed) => seed,
+        None => random_seed()?,
+    };
+    let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+    let plan = Plan {
+        request_id: record.request_id(),
+        seed,
+        default_max_tokens: (shape == Shape::Completion).then_some(DEFAULT_COMPLETION_TOKENS),
+        speculative: generation.speculative.unwrap_or(speculative) && card.draft,
+    };
+    let choices = Choices::submit(&*backend, prompts, &generation, &plan)?;
+
+    let prefix = match shape {
+        Shape::Completion => "cmpl",
+        Shape::Chat => "chatcmpl",
+    };
+    let digest = card
+        .bundle_digest
+        .get(..FINGERPRINT_DIGITS)
+        .unwrap_or(&card.bundle_digest);
+    let head = Head {
+        shape,
+        id: format!("{prefix}-{}", record.request_id()),
+        created: SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs()),
+        model: card.name.clone(),
+        system_fingerprint: format!("outrider-{}-{digest}", env!("CARGO_PKG_VERSION")),
+        seed,
+        token_ids: generation.return_token_ids,
+        logprobs: generation.logprobs.is_some(),
+    };
+    let writer = AnswerWriter::new(head, choices.iter().count(), prompt_tokens);
+
+    if generation.stream {
+        let stream = EventStream::new(backend, choices, writer, generation.include_usage, record);
+        return Ok(HttpResponse::Ok()
+            .insert_header((header::CONTENT_TYPE, "text/event-stream; charset=utf-8"))
+            .insert_header((header::CACHE_CONTROL, "no-cache"))
+            // nginx holds a stream back unless told not to.
+            .insert_header(("x-accel-buffering", "no"))
+            .body(stream));
+    }
+    whole(&*backend, choices, writer, record).await
+}
+
+async fn whole(
+    backend: &dyn Backend,
+    mut choices: Choices,
+    mut writer: AnswerWriter,
+    record: AccessRecord,
+) -> Result<HttpResponse, ApiError> {
+    let mut pieces: Vec<Piece> = choices.iter().map(|_| Piece::default()).collect();
+    while let Some((index, event)) = poll_fn(|cx| choices.poll_next(cx)).await {
+        pieces[index].absorb(event?);
+    }
+    let response = HttpResponse::Ok().json(writer.whole(backend, choices.iter(), pieces));
+    record.usage(writer.usage());
+    Ok(response)
+}
