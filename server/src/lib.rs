@@ -11,4 +11,5 @@ pub mod lifecycle;
 pub mod metrics;
 pub mod model;
 pub mod ops;
+pub mod service;
 pub mod text;

@@ -20,6 +20,9 @@ pub trait Backend: Send + Sync + 'static {
     /// Validates and queues a request; dropping the receiver cancels it.
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError>;
 
+    /// Ends the engine after its current step; requests that wait or run fail.
+    fn stop(&self);
+
     /// Tokens of a plain prompt, with a beginning-of-sequence token where the model wants one.
     fn encode_prompt(&self, text: &str) -> Vec<u32>;
 

@@ -83,6 +83,11 @@ impl State {
         let _ = self.backend.set(backend);
     }
 
+    /// The model, once it was provided.
+    pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
+        self.backend.get()
+    }
+
     fn drain(&self) -> &Arc<Drain> {
         &self.drain
     }
