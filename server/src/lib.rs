@@ -8,6 +8,8 @@ pub mod config;
 pub mod engine;
 pub mod http;
 pub mod lifecycle;
+pub mod loader;
+pub mod machine;
 pub mod metrics;
 pub mod model;
 pub mod ops;

@@ -8,10 +8,11 @@ use std::io::Write as _;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use clap::Parser;
 use outrider_server::config::{self, Config, LogFormat, Sources};
+use outrider_server::loader;
 use outrider_server::service::{self, Ending};
 
 /// OpenAI-compatible ONNX Runtime server with block-parallel drafting and unchanged output.
@@ -134,8 +135,12 @@ fn serve(config: Config) -> Result<(), ExitCode> {
     let listener = bind("serving.listen", config.listen)?;
     let admin_listener = bind("serving.admin_listen", config.admin_listen)?;
 
-    let ending =
-        actix_web::rt::System::new().block_on(service::run(config, listener, admin_listener, load));
+    let ending = actix_web::rt::System::new().block_on(service::run(
+        config,
+        listener,
+        admin_listener,
+        loader::load,
+    ));
     match ending {
         Ok(Ending::Stopped) => Ok(()),
         Ok(Ending::CannotServe(reason)) => {
@@ -151,10 +156,6 @@ fn serve(config: Config) -> Result<(), ExitCode> {
             Err(Failure::Internal.into())
         }
     }
-}
-
-fn load(_context: service::LoadContext) -> Result<(), String> {
-    Err("no loader is wired in yet".to_owned())
 }
 
 fn bind(key: &str, address: SocketAddr) -> Result<TcpListener, ExitCode> {

@@ -60,6 +60,7 @@ impl fmt::Display for Kind {
             Self::Address => {
                 f.write_str("an IP address and a port, such as 127.0.0.1:8080 or [::1]:8080")
             }
+            Self::OneOf([name]) => f.write_str(name),
             Self::OneOf(names) => {
                 f.write_str("one of ")?;
                 for (position, name) in names.iter().enumerate() {

@@ -7,6 +7,8 @@ mod fault;
 mod keys;
 mod layers;
 mod reference;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::num::NonZeroUsize;

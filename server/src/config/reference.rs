@@ -57,6 +57,9 @@ pub fn reference() -> String {
             let _ = writeln!(text, "{indent}{group}:");
             open.push(group);
         }
+        if !text.ends_with(":\n") {
+            text.push('\n');
+        }
         describe(&mut text, key, name, open.len());
     }
     text

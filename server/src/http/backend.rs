@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::{EngineStatus, Event, ModelLimits, Request, SubmitError};
+use crate::text::{ChatError, ChatMessage, EncodeError};
 
 /// A loaded model that takes requests.
 pub trait Backend: Send + Sync + 'static {
@@ -24,7 +25,7 @@ pub trait Backend: Send + Sync + 'static {
     fn stop(&self);
 
     /// Tokens of a plain prompt, with a beginning-of-sequence token where the model wants one.
-    fn encode_prompt(&self, text: &str) -> Vec<u32>;
+    fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, EncodeError>;
 
     /// Tokens of a conversation rendered by the model's chat template, ready for the assistant's answer.
     fn encode_chat(
@@ -48,26 +49,4 @@ pub struct ModelCard {
     pub generation: GenerationDefaults,
     /// Whether a draft model is loaded.
     pub draft: bool,
-}
-
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChatMessage {
-    /// `system`, `developer`, `user`, `assistant` or `tool`.
-    pub role: String,
-    /// Plain text.
-    pub content: String,
-    /// Name of the author, when given.
-    pub name: Option<String>,
-}
-
-/// Why a conversation could not be turned into tokens.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ChatError {
-    /// The bundle has no chat template.
-    #[error("the model has no chat template")]
-    NoTemplate,
-    /// The template refused the conversation, in its own words.
-    #[error("{0}")]
-    Refused(String),
 }

@@ -10,9 +10,9 @@ use actix_web::http::{StatusCode, header};
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
 
-use super::backend::ChatError;
 use super::fields::FieldError;
 use crate::engine::{EngineError, SubmitError};
+use crate::text::{ChatError, EncodeError};
 
 /// Seconds after which a caller who met a full queue should try again.
 const QUEUE_RETRY_SECONDS: u32 = 1;
@@ -163,6 +163,11 @@ impl ApiError {
         error
     }
 
+    /// A prompt that the tokenizer refused; `prompt_param` is the field it came from.
+    pub fn from_encode(error: EncodeError, prompt_param: &str) -> Self {
+        Self::bad_request("unsupported_text", error.to_string()).with_param(prompt_param)
+    }
+
     /// A submission that the engine refused; `prompt_param` is the field the prompt came from.
     pub fn from_submit(error: SubmitError, prompt_param: &str) -> Self {
         match error {
@@ -251,11 +256,15 @@ impl From<FieldError> for ApiError {
 
 impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
-        let code = match error {
-            ChatError::NoTemplate => "chat_template_missing",
-            ChatError::Refused(_) => "chat_template_refused",
+        let (code, param) = match &error {
+            ChatError::NoTemplate => ("chat_template_missing", "messages"),
+            ChatError::Template(_) => ("chat_template_refused", "messages"),
+            ChatError::Render(_) => ("chat_template_failed", "messages"),
+            ChatError::Limit(_) => ("chat_template_limit", "messages"),
+            ChatError::ReservedKwarg(_) => ("reserved_template_variable", "chat_template_kwargs"),
+            ChatError::PrivateUse | ChatError::Encode(_) => ("unsupported_text", "messages"),
         };
-        Self::bad_request(code, error.to_string()).with_param("messages")
+        Self::bad_request(code, error.to_string()).with_param(param)
     }
 }
 

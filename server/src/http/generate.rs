@@ -142,24 +142,30 @@ fn prepare_completion(
     check_model(backend, &model)?;
     let single = prompts.len() == 1;
     let prompts = prompts.into_iter().enumerate().map(|(position, prompt)| {
+        let param = if single {
+            "prompt".to_owned()
+        } else {
+            format!("prompt[{position}]")
+        };
         let (tokens, text) = match prompt {
-            params::Prompt::Text(text) => (backend.encode_prompt(&text), Some(text)),
+            params::Prompt::Text(text) => {
+                let tokens = backend
+                    .encode_prompt(&text)
+                    .map_err(|error| ApiError::from_encode(error, &param))?;
+                (tokens, Some(text))
+            }
             params::Prompt::Tokens(tokens) => (tokens, None),
         };
         let echo = echo.then(|| text.unwrap_or_else(|| text_of(backend, &tokens)));
-        Prompt {
+        Ok(Prompt {
             tokens,
             echo,
-            param: if single {
-                "prompt".to_owned()
-            } else {
-                format!("prompt[{position}]")
-            },
-        }
+            param,
+        })
     });
     Ok(Prepared {
         shape: Shape::Completion,
-        prompts: prompts.collect(),
+        prompts: prompts.collect::<Result<_, ApiError>>()?,
         generation,
     })
 }

@@ -4,10 +4,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::backend::ChatMessage;
 use super::fields::{
     Bounds, FieldError, FieldResult, Fields, Rule, integer, number, shown, wrong_type,
 };
+use crate::text::ChatMessage;
 
 /// Most stop strings of one request.
 const MAX_STOPS: usize = 4;

@@ -1,0 +1,316 @@
+//! Every fault a configuration can have, as a person reads it, and the order of the layers.
+
+use std::path::PathBuf;
+
+use super::*;
+
+const LIBRARY: &str = "OUTRIDER__SERVING__RUNTIME__ONNXRUNTIME_LIBRARY";
+
+struct Case {
+    file: Option<&'static str>,
+    environment: Vec<(&'static str, &'static str)>,
+    flags: Vec<(&'static str, &'static str)>,
+}
+
+impl Case {
+    fn file(text: &'static str) -> Self {
+        Self {
+            file: Some(text),
+            environment: Vec::new(),
+            flags: Vec::new(),
+        }
+    }
+
+    fn load(&self) -> Result<Config, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let file = self.file.map(|text| {
+            let path = dir.path().join("server.yaml");
+            std::fs::write(&path, text).unwrap();
+            path
+        });
+        let pairs = |pairs: &[(&str, &str)]| {
+            pairs
+                .iter()
+                .map(|(a, b)| ((*a).to_owned(), (*b).to_owned()))
+                .collect()
+        };
+        let sources = Sources {
+            file,
+            environment: pairs(&self.environment),
+            flags: pairs(&self.flags),
+        };
+        let directory = format!("{}/", dir.path().display());
+        Config::load(&sources).map_err(|error| error.to_string().replace(&directory, ""))
+    }
+
+    fn fault(&self) -> String {
+        self.load().expect_err("the configuration is faulty")
+    }
+}
+
+/// The least that a configuration needs.
+fn minimal() -> Case {
+    Case {
+        file: None,
+        environment: vec![(LIBRARY, "ort.so")],
+        flags: vec![("serving.bundle", "model")],
+    }
+}
+
+#[test]
+fn defaults_hold_where_no_layer_says_otherwise() {
+    let config = minimal().load().unwrap();
+    insta::assert_snapshot!(config.to_yaml());
+}
+
+#[test]
+fn the_effective_configuration_is_a_configuration_file_again() {
+    let first = minimal().load().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("effective.yaml");
+    std::fs::write(&file, first.to_yaml()).unwrap();
+    let again = Config::load(&Sources {
+        file: Some(file),
+        ..Sources::default()
+    });
+    assert_eq!(again.unwrap().to_yaml(), first.to_yaml());
+}
+
+#[test]
+fn a_flag_beats_the_environment_and_the_environment_beats_the_file() {
+    let mut case = minimal();
+    case.file = Some(
+        "serving:\n  runtime:\n    max_concurrency: 2\n    queue_capacity: 3\n    prefill_chunk_tokens: 4\n  model_name: from-file\n",
+    );
+    case.environment
+        .push(("OUTRIDER__SERVING__RUNTIME__QUEUE_CAPACITY", "30"));
+    case.environment
+        .push(("OUTRIDER__SERVING__RUNTIME__PREFILL_CHUNK_TOKENS", "40"));
+    case.environment
+        .push(("OUTRIDER__SERVING__MODEL_NAME", "1.0"));
+    case.flags
+        .push(("serving.runtime.prefill_chunk_tokens", "400"));
+    case.flags
+        .push(("serving.runtime.max_completions_per_request", "5"));
+    let config = case.load().unwrap();
+    assert_eq!(config.runtime.max_concurrency, 2);
+    assert_eq!(config.runtime.queue_capacity, 30);
+    assert_eq!(config.runtime.prefill_chunk_tokens, 400);
+    // Text stays text, even where it looks like a number.
+    assert_eq!(config.model_name.as_deref(), Some("1.0"));
+
+    let origins: Vec<String> = config
+        .overrides()
+        .map(|(path, value, origin)| format!("{path} = {value} ({origin})"))
+        .map(|line| line.split("file ").next().unwrap_or_default().to_owned())
+        .collect();
+    insta::assert_snapshot!(origins.join("\n"));
+}
+
+#[test]
+fn a_later_flag_for_the_same_key_wins() {
+    let mut case = minimal();
+    case.flags.push(("serving.runtime.max_concurrency", "2"));
+    case.flags.push(("serving.runtime.max_concurrency", "3"));
+    assert_eq!(case.load().unwrap().runtime.max_concurrency, 3);
+}
+
+#[test]
+fn target_model_path_is_another_name_for_bundle() {
+    let mut case = minimal();
+    case.flags = vec![("serving.target_model_path", "elsewhere")];
+    assert_eq!(case.load().unwrap().bundle, PathBuf::from("elsewhere"));
+}
+
+#[test]
+fn null_and_an_empty_file_mean_the_default() {
+    let mut case = minimal();
+    for text in [
+        "",
+        "serving:\n",
+        "serving:\n  runtime:\n  listen: null\n  logging: {level: ~}\n",
+    ] {
+        case.file = Some(text);
+        let config = case.load().unwrap();
+        assert_eq!(config.listen.port(), 8080, "{text:?}");
+        assert_eq!(config.logging.level, tracing::Level::INFO, "{text:?}");
+    }
+}
+
+#[test]
+fn every_fault_of_every_layer_is_reported_at_once() {
+    let case = Case {
+        file: Some(
+            "serving:\n  listen: localhost\n  speculativ: {enabled: true}\n  runtime:\n    max_concurency: 4\n    max_concurrency: 0\n    \
+             kv_cache_ratio: 1.5\n  logging: verbose\n",
+        ),
+        environment: vec![
+            ("OUTRIDER__SERVING__RUNTIME__QUEUE_CAPACITY", "many"),
+            (
+                "OUTRIDER__SERVING__API_KEY",
+                "a-secret-that-must-not-be-shown",
+            ),
+            ("OUTRIDER_UNRELATED", "not ours"),
+        ],
+        flags: vec![
+            ("serving.shutdown_grace_ms", "-1"),
+            ("serving.logging.format", "xml"),
+        ],
+    };
+    let faults = case.fault();
+    assert!(!faults.contains("secret"), "{faults}");
+    insta::assert_snapshot!(faults);
+}
+
+/// One line of a file under `serving:`, set beside the least that is needed.
+fn fault_of(line: &'static str) -> String {
+    let text = format!("serving:\n  {}\n", line.replace('\n', "\n  "));
+    let mut case = minimal();
+    case.file = Some(text.leak());
+    let fault = case.fault();
+    let mut lines = fault.lines();
+    let head = lines.next().unwrap_or_default();
+    let rest: Vec<&str> = lines.map(str::trim).collect();
+    if rest.is_empty() {
+        head.to_owned()
+    } else {
+        rest.join("\n")
+    }
+}
+
+#[test]
+fn each_wrong_value_is_named_with_what_is_allowed() {
+    let lines = [
+        "listen: 8080",
+        "listen: \"127.0.0.1\"",
+        "listen: \"::1:8080:\"",
+        "admin_listen: \"127.0.0.1:8080\"",
+        "model_name: \"\"",
+        "model_name: 7",
+        "model_name: [a, b]",
+        "target_model_path: model",
+        "draft_model_path: draft",
+        "shutdown_grace_ms: 3600001",
+        "shutdown_grace_ms: 1.5",
+        "shutdown_grace_ms: \"30000\"",
+        "speculative: {enabled: \"yes\"}",
+        "speculative: {enabled: 1}",
+        "speculative: {required: true}",
+        "speculative: {enabled: true, required: true}",
+        "speculative: {draft_block_size: 1}",
+        "speculative: {candidate_topk: 0}",
+        "speculative: {acceptance_strategy: typical}",
+        "runtime: {execution_provider: tensorrt}",
+        "runtime: {max_concurrency: 1025}",
+        "runtime: {context_tokens: 1}",
+        "runtime: {kv_cache_ratio: 0}",
+        "runtime: {kv_cache_ratio: .nan}",
+        "runtime: {prefill_chunk_tokens: 1}",
+        "runtime: {intra_op_threads: 0}",
+        "runtime: {queue_capacity: 0}",
+        "runtime: {max_completions_per_request: 0}",
+        "runtime: {max_completions_per_request: 100}",
+        "runtime: {request_body_limit_bytes: 10}",
+        "runtime: {heartbeat_limit_ms: 1}",
+        "runtime: fast",
+        "logging: {level: loud}",
+        "logging: {format: yaml}",
+        "logging: {path: 1}",
+        "loging: {level: info}",
+        "max_concurrency: 4",
+        "\"runtime.max_concurrency\": 4",
+        "something_else: 4",
+    ];
+    let report: Vec<String> = lines
+        .iter()
+        .map(|line| format!("{line}\n    {}", fault_of(line)))
+        .collect();
+    insta::assert_snapshot!(report.join("\n"));
+}
+
+#[test]
+fn a_file_that_is_no_mapping_or_no_yaml_is_named() {
+    let texts = [
+        "- a\n- b\n",
+        "just text",
+        "serving: [",
+        "serving:\n  listen: 1\n  listen: 2\n",
+    ];
+    let report: Vec<String> = texts
+        .iter()
+        .map(|text| format!("{text:?}\n    {}", Case::file(text).fault()))
+        .collect();
+    insta::assert_snapshot!(report.join("\n"));
+}
+
+#[test]
+fn a_file_that_is_not_there_is_named() {
+    let sources = Sources {
+        file: Some("nowhere/server.yaml".into()),
+        ..Sources::default()
+    };
+    insta::assert_snapshot!(Config::load(&sources).unwrap_err());
+}
+
+#[test]
+fn the_reference_file_is_up_to_date() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/server.yaml");
+    let checked_in = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        checked_in == reference(),
+        "configs/server.yaml differs; write it again with: outrider-server --reference-config > configs/server.yaml"
+    );
+}
+
+#[test]
+fn the_reference_file_holds_every_key_and_only_defaults() {
+    let mut case = minimal();
+    case.file = Some(reference().leak());
+    let from_reference = case.load().unwrap();
+    assert_eq!(
+        from_reference.to_yaml(),
+        minimal().load().unwrap().to_yaml()
+    );
+
+    // With every commented-out key switched on, each must be known; only the values are missing.
+    let everything: String = reference()
+        .lines()
+        .map(|line| {
+            match line
+                .trim_start()
+                .strip_prefix("# ")
+                .filter(|rest| rest.ends_with(':') && !rest.contains(' '))
+            {
+                Some(key) => format!("{}{key}\n", &line[..line.len() - line.trim_start().len()]),
+                None => format!("{line}\n"),
+            }
+        })
+        .collect();
+    let yaml: serde_yaml::Value = serde_yaml::from_str(&everything).unwrap();
+    for key in KEYS {
+        let mut value = Some(&yaml);
+        for part in key.path.split('.') {
+            value = value.and_then(|value| value.get(part));
+        }
+        assert!(value.is_some(), "{} is not in the reference file", key.path);
+    }
+}
+
+#[test]
+fn every_default_is_an_allowed_value() {
+    for key in KEYS {
+        if let keys::Default::Value(text) = key.default {
+            assert!(read_text(key.kind, text).is_some(), "{} = {text}", key.path);
+        }
+    }
+}
+
+#[test]
+fn what_must_be_set_is_asked_for() {
+    let nothing = Case {
+        file: None,
+        environment: Vec::new(),
+        flags: Vec::new(),
+    };
+    insta::assert_snapshot!(nothing.fault());
+}

@@ -1,0 +1,252 @@
+//! A deterministic model without ONNX Runtime: one token for each byte, and answers that a test scripts or that spell letters.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use outrider_server::engine::{
+    EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase, Request, SubmitError,
+    TokenLogprobs, Usage,
+};
+use outrider_server::http::backend::{Backend, ModelCard};
+use outrider_server::text::{ChatError, ChatMessage, EncodeError};
+use serde_json::{Map, Value};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+pub const CONTEXT_TOKENS: usize = 200;
+/// Bytes, then `EOS`, then `THE`, a token of several characters.
+pub const VOCAB_SIZE: usize = 258;
+pub const EOS: u32 = 256;
+pub const THE: u32 = 257;
+
+type Answer = Box<dyn Fn(&Request) -> Result<UnboundedReceiver<Event>, SubmitError> + Send + Sync>;
+
+pub struct FakeBackend {
+    card: ModelCard,
+    answer: Answer,
+    requests: Mutex<Vec<Request>>,
+    status: Mutex<EngineStatus>,
+}
+
+impl FakeBackend {
+    /// Answers every request with letters that depend on its seed.
+    pub fn new() -> Self {
+        Self::answering(|request| Ok(finished(&letters(request))))
+    }
+
+    pub fn answering(
+        answer: impl Fn(&Request) -> Result<UnboundedReceiver<Event>, SubmitError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self {
+            card: ModelCard {
+                name: "fake".to_owned(),
+                bundle_digest: "0123456789abcdef".repeat(4),
+                generation: outrider_bundle::manifest::GenerationDefaults {
+                    eos_token_ids: vec![EOS],
+                    temperature: Some(0.5),
+                    top_p: Some(0.75),
+                    top_k: Some(40),
+                },
+                draft: false,
+            },
+            answer: Box::new(answer),
+            requests: Mutex::default(),
+            status: Mutex::new(EngineStatus {
+                phase: Phase::Ready,
+                detail: "serving".to_owned(),
+                heartbeat_age: Duration::from_millis(250),
+                lossless: Some(LosslessClass::Exact),
+                running: 1,
+                waiting: 2,
+            }),
+        }
+    }
+
+    /// Every answer is these events.
+    pub fn scripted(events: Vec<Event>) -> Self {
+        Self::answering(move |_| Ok(finished(&events)))
+    }
+
+    pub fn with_draft(mut self) -> Self {
+        self.card.draft = true;
+        self
+    }
+
+    pub fn set_status(&self, change: impl FnOnce(&mut EngineStatus)) {
+        change(&mut self.status.lock().unwrap());
+    }
+
+    /// The requests submitted so far.
+    pub fn requests(&self) -> Vec<Request> {
+        self.requests.lock().unwrap().clone()
+    }
+}
+
+impl Backend for FakeBackend {
+    fn card(&self) -> &ModelCard {
+        &self.card
+    }
+
+    fn limits(&self) -> ModelLimits {
+        ModelLimits {
+            context_tokens: CONTEXT_TOKENS,
+            vocab_size: VOCAB_SIZE,
+        }
+    }
+
+    fn status(&self) -> EngineStatus {
+        self.status.lock().unwrap().clone()
+    }
+
+    fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
+        let prompt_tokens = request.prompt.len();
+        let room = usize::from(request.max_tokens > 0);
+        if prompt_tokens == 0 {
+            return Err(SubmitError::EmptyPrompt);
+        }
+        if prompt_tokens + room > CONTEXT_TOKENS {
+            return Err(SubmitError::PromptTooLong {
+                prompt_tokens,
+                limit_tokens: CONTEXT_TOKENS - room,
+            });
+        }
+        if prompt_tokens + request.max_tokens > CONTEXT_TOKENS {
+            return Err(SubmitError::ContextExceeded {
+                prompt_tokens,
+                max_tokens: request.max_tokens,
+                context_tokens: CONTEXT_TOKENS,
+            });
+        }
+        self.requests.lock().unwrap().push(request.clone());
+        (self.answer)(&request)
+    }
+
+    fn stop(&self) {}
+
+    fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
+        Ok(bytes(text))
+    }
+
+    fn encode_chat(
+        &self,
+        messages: &[ChatMessage],
+        kwargs: Map<String, Value>,
+    ) -> Result<Vec<u32>, ChatError> {
+        if messages.iter().any(|message| message.role == "tool") {
+            return Err(ChatError::Template(
+                "this model takes no tool messages".to_owned(),
+            ));
+        }
+        if kwargs.contains_key("messages") {
+            return Err(ChatError::ReservedKwarg("messages".to_owned()));
+        }
+        let mut rendered: String = messages
+            .iter()
+            .map(|message| {
+                format!(
+                    "{}: {}\n",
+                    message.name.as_ref().unwrap_or(&message.role),
+                    message.content
+                )
+            })
+            .collect();
+        for (name, value) in kwargs {
+            rendered.push_str(&format!("[{name}={value}]\n"));
+        }
+        Ok(bytes(&rendered))
+    }
+
+    fn token_bytes(&self, id: u32) -> Vec<u8> {
+        match id {
+            EOS => b"<eos>".to_vec(),
+            THE => b"the".to_vec(),
+            byte => vec![u8::try_from(byte).unwrap()],
+        }
+    }
+}
+
+pub fn bytes(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
+}
+
+/// Letters that depend on the seed, as many as were asked for, with log-probabilities that depend on the position.
+pub fn letters(request: &Request) -> Vec<Event> {
+    let logprobs = |position: usize, id: u32, top: usize| TokenLogprobs {
+        id,
+        logprob: -(position as f32 + 1.0) / 4.0,
+        top: (0..top as u32)
+            .map(|rank| (id + rank, -(position as f32 + 1.0 + rank as f32) / 4.0))
+            .collect(),
+    };
+    let mut events = Vec::new();
+    if let Some(top) = request.prompt_logprobs {
+        let scored = request.prompt.iter().enumerate().skip(1);
+        events.push(Event::Prompt(
+            scored
+                .map(|(position, id)| logprobs(position, *id, top))
+                .collect(),
+        ));
+    }
+    let first = u32::from(b'a') + (request.seed % 20) as u32;
+    for position in 0..request.max_tokens {
+        let id = first + (position % 5) as u32;
+        events.push(Event::Token {
+            id,
+            text: char::from_u32(id).unwrap().to_string(),
+            logprobs: request.logprobs.map(|top| logprobs(position, id, top)),
+        });
+    }
+    events.push(Event::Finished {
+        reason: FinishReason::Length,
+        text: String::new(),
+        usage: Usage {
+            prompt_tokens: request.prompt.len(),
+            completion_tokens: request.max_tokens,
+        },
+    });
+    events
+}
+
+/// A channel that holds `events` and nothing more.
+pub fn finished(events: &[Event]) -> UnboundedReceiver<Event> {
+    let (sender, receiver) = unbounded_channel();
+    for event in events {
+        sender.send(event.clone()).unwrap();
+    }
+    receiver
+}
+
+/// An answer whose events the test sends itself; every submission hands the test its sender.
+pub fn held() -> (
+    FakeBackend,
+    std::sync::mpsc::Receiver<UnboundedSender<Event>>,
+) {
+    let (senders, taken) = std::sync::mpsc::channel();
+    let backend = FakeBackend::answering(move |_| {
+        let (sender, receiver) = unbounded_channel();
+        senders.send(sender).unwrap();
+        Ok(receiver)
+    });
+    (backend, taken)
+}
+
+pub fn token(text: &str) -> Event {
+    Event::Token {
+        id: u32::from(text.bytes().next().unwrap_or(b' ')),
+        text: text.to_owned(),
+        logprobs: None,
+    }
+}
+
+pub fn stopped(text: &str, completion_tokens: usize) -> Event {
+    Event::Finished {
+        reason: FinishReason::Stop,
+        text: text.to_owned(),
+        usage: Usage {
+            prompt_tokens: 2,
+            completion_tokens,
+        },
+    }
+}

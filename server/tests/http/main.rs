@@ -1,0 +1,6 @@
+//! The HTTP interface on real sockets, with a fake model behind it.
+
+mod fake;
+mod server;
+
+mod answers;
