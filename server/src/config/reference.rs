@@ -57,7 +57,8 @@ pub fn reference() -> String {
             let _ = writeln!(text, "{indent}{group}:");
             open.push(group);
         }
-        if !text.ends_with(":\n") {
+        let opens_a_group = shared < groups.len();
+        if !opens_a_group {
             text.push('\n');
         }
         describe(&mut text, key, name, open.len());
