@@ -12,6 +12,7 @@
 pub mod bundle;
 pub mod checkpoint;
 pub mod export;
+pub mod fetch;
 pub mod python;
 pub mod server_process;
 pub mod workspace;

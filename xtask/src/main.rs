@@ -10,7 +10,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bundle, export};
+use xtask::{bundle, export, fetch};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -22,6 +22,8 @@ struct Cli {
 
 #[derive(Debug, clap::Subcommand)]
 enum Task {
+    /// Bring the pinned library and model inputs into the local store
+    Fetch(fetch::Args),
     /// Make, check and show model bundles
     Bundle(bundle::Args),
     /// Turn a checkpoint into an ONNX graph in a bundle
@@ -30,6 +32,7 @@ enum Task {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
+        Task::Fetch(args) => fetch::run(args),
         Task::Bundle(args) => bundle::run(args),
         Task::Export(args) => export::run(args),
     };
