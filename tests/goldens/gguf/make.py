@@ -1,13 +1,15 @@
-"""Writes dequantise.safetensors and tiny-llama.gguf. See README.md.
+"""Writes dequantise.safetensors, tiny-llama.gguf, sentencepiece.gguf and sentencepiece.json. See README.md.
 
-Needs: pip install gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
+Needs: pip install gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0 sentencepiece==0.2.3
 Run:   python make.py
 """
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import sentencepiece
 from gguf import GGMLQuantizationType, GGUFWriter, MODEL_ARCH, TokenType, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, RopeScalingType
 from safetensors.numpy import load_file, save_file
@@ -92,6 +94,72 @@ def tiny_llama():
     writer.close()
 
 
+# The sentences that aren't English bring letters into the vocabulary, but not all of those in the cases below.
+SENTENCES = [
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness,",
+    "it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness,",
+    "it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before us.",
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse,",
+    "and nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world.",
+    "def main():\n    for i in range(10):\n        print(i, i * 2)\n",
+    "Über allen Gipfeln ist Ruh, in allen Wipfeln spürest du kaum einen Hauch.",
+    "Longtemps, je me suis couché de bonne heure. Parfois, à peine ma bougie éteinte, mes yeux se fermaient si vite",
+    "吾輩は猫である。名前はまだ無い。",
+    "1 2 3 4 5 6 7 8 9 0 1905 2026 3.14159",
+]
+
+
+def sentencepiece_tokenizer():
+    """A tokenizer trained with the settings of Llama's, and what the library encodes with it."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 4),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=640,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        character_coverage=0.995,
+        num_threads=1,
+        minloglevel=2,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+    size = processor.get_piece_size()
+    types = []
+    for index in range(size):
+        if processor.is_unknown(index):
+            types.append(TokenType.UNKNOWN)
+        elif processor.is_control(index):
+            types.append(TokenType.CONTROL)
+        elif processor.is_byte(index):
+            types.append(TokenType.BYTE)
+        else:
+            types.append(TokenType.NORMAL)
+    writer = GGUFWriter(HERE / "sentencepiece.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([processor.id_to_piece(index) for index in range(size)])
+    writer.add_token_scores([processor.get_score(index) for index in range(size)])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(processor.bos_id())
+    writer.add_eos_token_id(processor.eos_id())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+    reference = json.loads((HERE.parent / "smollm2-135m" / "tokenizer.json").read_text())
+    texts = SENTENCES + [case["text"] for case in reference]
+    texts += ["", " ", "   ", "a", "▁", "a▁b", "\n\n\n", "the the  the   the", "</s> and <unk>", "<0x0A>", "wiswisdomdom", "ittttwas"]
+    cases = [{"text": text, "ids": processor.encode(text)} for text in texts]
+    (HERE / "sentencepiece.json").write_text(json.dumps(cases, ensure_ascii=False, indent=0) + "\n")
+
+
 if __name__ == "__main__":
     dequantise()
     tiny_llama()
+    sentencepiece_tokenizer()

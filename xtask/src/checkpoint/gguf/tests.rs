@@ -369,7 +369,13 @@ fn tokens_and_merges_must_fit_together() {
         .edit("tokenizer.ggml.token_type", |types| {
             types[9] = Value::I32(6)
         })
-        .assert_refused("token 9 is I32(6)");
+        .assert_refused("token 9 is a byte token");
+    golden
+        .clone()
+        .edit("tokenizer.ggml.token_type", |types| {
+            types[9] = Value::I32(7)
+        })
+        .assert_refused("token 9 is I32(7)");
     for merge in ["a", "a zz", "a b", ""] {
         golden
             .clone()
@@ -453,6 +459,12 @@ fn pre_tokenizers_cut_text_as_their_models_do() {
             ],
         ),
         (
+            "tekken",
+            vec![
+                "I", "'m", " ", "1", "2", "3", "4", "5", " x", "'LL", "  ", " y", "...\n\n", "z",
+            ],
+        ),
+        (
             "default",
             vec![
                 "I", "'", "m", " ", "123", "45", " x", "'", "LL", "  ", " y", "...", "\n", "\n",
@@ -461,6 +473,139 @@ fn pre_tokenizers_cut_text_as_their_models_do() {
         ),
     ] {
         assert_eq!(pieces(pre, "I'm 12345 x'LL   y...\n\nz"), expected, "{pre}");
+    }
+    assert_eq!(
+        pieces("tekken", "aB HelloWORLD"),
+        ["a", "B", " Hello", "WORLD"]
+    );
+    assert_eq!(pieces("llama-bpe", "aB HelloWORLD"), ["aB", " HelloWORLD"]);
+    let composed = golden
+        .set("tokenizer.ggml.pre", text("qwen2"))
+        .open()
+        .unwrap();
+    let encoder: tokenizers::Tokenizer = composed.text.tokenizer_json.parse().unwrap();
+    assert_eq!(
+        encoder
+            .get_normalizer()
+            .map(|normalizer| serde_json::to_value(normalizer).unwrap()),
+        Some(json!({"type": "NFC"}))
+    );
+}
+
+#[test]
+fn a_sentencepiece_tokenizer_gives_the_ids_of_the_library() {
+    #[derive(serde::Deserialize)]
+    struct Case {
+        text: String,
+        ids: Vec<u32>,
+    }
+    let bytes = fs::read(golden("gguf/sentencepiece.gguf")).unwrap();
+    let metadata = parse(bytes.as_slice(), bytes.len() as u64)
+        .unwrap()
+        .metadata;
+    let vocab_size = metadata
+        .array("tokenizer.ggml.tokens")
+        .unwrap()
+        .unwrap()
+        .len();
+    let tokenizer = tokenizer::read(&metadata, vocab_size).unwrap();
+    assert!(tokenizer.text.add_bos);
+    let mut encoder: tokenizers::Tokenizer = tokenizer.text.tokenizer_json.parse().unwrap();
+    encoder.set_encode_special_tokens(true);
+    let cases: Vec<Case> =
+        serde_json::from_slice(&fs::read(golden("gguf/sentencepiece.json")).unwrap()).unwrap();
+    assert!(cases.len() > 40);
+    for Case { text, ids } in cases {
+        let encoding = encoder.encode(text.as_str(), true).unwrap();
+        assert_eq!(encoding.get_ids()[0], 1);
+        assert_eq!(encoding.get_ids()[1..], ids, "{text:?}");
+        assert_eq!(
+            encoder.decode(&ids, false).unwrap(),
+            text.replace('\u{2581}', " ")
+        );
+    }
+    encoder.set_encode_special_tokens(false);
+    assert!(
+        encoder
+            .encode("a</s>", false)
+            .unwrap()
+            .get_ids()
+            .ends_with(&[2])
+    );
+}
+
+#[test]
+fn a_sentencepiece_tokenizer_that_lacks_something_is_refused() {
+    let bytes = fs::read(golden("gguf/sentencepiece.gguf")).unwrap();
+    let metadata = parse(bytes.as_slice(), bytes.len() as u64)
+        .unwrap()
+        .metadata
+        .0;
+    let with = |key: &str, value: Option<Value>| {
+        let mut metadata = metadata.clone();
+        match value {
+            Some(value) => metadata.insert(key.to_string(), value),
+            None => metadata.remove(key),
+        };
+        let metadata = Metadata(metadata);
+        let vocab_size = metadata
+            .array("tokenizer.ggml.tokens")
+            .unwrap()
+            .unwrap()
+            .len();
+        tokenizer::read(&metadata, vocab_size)
+            .err()
+            .map(|error| error.to_string())
+            .unwrap_or_default()
+    };
+    let edited = |key: &str, at: usize, value: Value| {
+        let Value::Array(mut values) = metadata[key].clone() else {
+            panic!("{key} is not an array");
+        };
+        values[at] = value;
+        with(key, Some(Value::Array(values)))
+    };
+    for (error, expected) in [
+        (with("tokenizer.ggml.scores", None), "scores is missing"),
+        (
+            with("tokenizer.ggml.scores", Some(Value::Array(vec![]))),
+            "scores has 0 entries",
+        ),
+        (
+            with("tokenizer.ggml.pre", Some(text("llama-bpe"))),
+            "pre llama-bpe is not supported for SentencePiece",
+        ),
+        (
+            with(
+                "tokenizer.ggml.remove_extra_whitespaces",
+                Some(Value::Bool(true)),
+            ),
+            "remove_extra_whitespaces true",
+        ),
+        (
+            with(
+                "tokenizer.ggml.precompiled_charsmap",
+                Some(Value::Array(vec![Value::U8(1)])),
+            ),
+            "precompiled_charsmap",
+        ),
+        (
+            edited("tokenizer.ggml.tokens", 13, text("x0A")),
+            "no byte token <0x0A>",
+        ),
+        (
+            edited("tokenizer.ggml.token_type", 0, Value::I32(3)),
+            "marks no token as unknown",
+        ),
+        (
+            edited("tokenizer.ggml.scores", 300, Value::F32(f32::NAN)),
+            "scores of token 300",
+        ),
+    ] {
+        assert!(
+            error.contains(expected),
+            "{error:?} doesn't contain {expected:?}"
+        );
     }
 }
 
