@@ -114,6 +114,9 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson);
+        environment.add_test("iterable", |value: &Value| {
+            !value.is_none() && value.try_iter().is_ok()
+        });
         environment
             .add_template_owned(TEMPLATE_NAME, source.to_owned())
             .map_err(|error| failed(&error))?;

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use aho_corasick::{AhoCorasick, MatchKind};
+use tokenizers::models::ModelWrapper;
 use tokenizers::tokenizer::normalizer::Range as SliceRange;
 use tokenizers::{
     AddedToken, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType,
@@ -38,6 +39,23 @@ pub(super) struct Encoder {
 
 impl Encoder {
     pub(super) fn new(tokenizer: Tokenizer) -> Result<Self, TextError> {
+        let unknown_token = match tokenizer.get_model() {
+            ModelWrapper::BPE(bpe) if bpe.dropout.is_some_and(|dropout| dropout > 0.0) => {
+                return Err(TextError::Unsupported(
+                    "random merges (`dropout`)".to_owned(),
+                ));
+            }
+            ModelWrapper::BPE(bpe) => bpe.get_unk_token().clone(),
+            ModelWrapper::Unigram(_) => {
+                return Err(TextError::Unsupported("a `Unigram` model".to_owned()));
+            }
+            ModelWrapper::WordLevel(_) => {
+                return Err(TextError::Unsupported("a `WordLevel` model".to_owned()));
+            }
+            ModelWrapper::WordPiece(_) => {
+                return Err(TextError::Unsupported("a `WordPiece` model".to_owned()));
+            }
+        };
         let mut added: Vec<(u32, AddedToken)> =
             tokenizer.get_added_tokens_decoder().into_iter().collect();
         added.sort_by_key(|(id, _)| *id);
@@ -71,12 +89,16 @@ impl Encoder {
             tokenizer,
         };
         for entry in encoder.raw.entries.iter().filter(|entry| entry.control) {
+            // Text with characters the vocabulary lacks becomes the unknown token, so for that one the ids say nothing.
+            if unknown_token.as_ref() == Some(&entry.pattern) {
+                continue;
+            }
             let ids = encoder
                 .encode_plain(&entry.pattern)
                 .map_err(|error| TextError::Tokenizer(error.to_string()))?;
             if ids.contains(&entry.id) {
                 return Err(TextError::Unsupported(format!(
-                    "a model that can't tell the control token {:?} from the same text",
+                    "a vocabulary in which the control token {:?} can't be told from its text",
                     entry.pattern
                 )));
             }

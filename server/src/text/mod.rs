@@ -16,6 +16,7 @@ mod stream;
 use std::sync::Arc;
 
 use outrider_bundle::manifest::TextFacts;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -46,6 +47,18 @@ pub enum TextError {
     /// A feature of `tokenizer.json` this build does not implement.
     #[error("the tokenizer uses {0}, which is not supported")]
     Unsupported(String),
+    /// An added token has another id than the file says, so the file and the library disagree about the vocabulary.
+    #[error(
+        "the tokenizer gives the added token {token:?} the id {id}, but its file says {expected}"
+    )]
+    AddedTokenId {
+        /// The token's text.
+        token: String,
+        /// The id in use.
+        id: u32,
+        /// The id the file asks for.
+        expected: u32,
+    },
     /// The tokenizer knows an id the model has no embedding for.
     #[error(
         "the tokenizer's largest token id is {id}; the target's vocabulary has {vocab_size} entries"
@@ -82,6 +95,7 @@ impl Text {
         facts: &TextFacts,
         vocab_size: usize,
     ) -> Result<Self, TextError> {
+        let file = TokenizerFile::read(tokenizer_json)?;
         let tokenizer = Tokenizer::from_bytes(tokenizer_json)
             .map_err(|error| TextError::Tokenizer(error.to_string()))?;
         if let Some(id) = tokenizer
@@ -92,6 +106,7 @@ impl Text {
         {
             return Err(TextError::IdOutOfRange { id, vocab_size });
         }
+        file.check(&tokenizer)?;
         let known = |field, token: &Option<String>| match token {
             None => Ok(None),
             Some(token) => match tokenizer.token_to_id(token) {
@@ -169,3 +184,69 @@ impl Text {
         text
     }
 }
+
+/// What is read from `tokenizer.json` apart from the library.
+#[derive(Deserialize)]
+struct TokenizerFile {
+    #[serde(default)]
+    added_tokens: Vec<AddedTokenEntry>,
+    #[serde(default)]
+    normalizer: Value,
+    /// Read only to be sure that it can be: the library panics where it can't.
+    #[serde(default, rename = "decoder")]
+    _decoder: Value,
+}
+
+#[derive(Deserialize)]
+struct AddedTokenEntry {
+    id: u32,
+    content: String,
+}
+
+impl TokenizerFile {
+    fn read(tokenizer_json: &[u8]) -> Result<Self, TextError> {
+        let unreadable = |error: &dyn std::fmt::Display| TextError::Tokenizer(error.to_string());
+        let tokenizer_json =
+            std::str::from_utf8(tokenizer_json).map_err(|error| unreadable(&error))?;
+        let file: Self =
+            serde_json::from_str(tokenizer_json).map_err(|error| unreadable(&error))?;
+        // SentencePiece's own tables come with Unigram models; the library panics on damaged ones.
+        let steps = file.normalizer["normalizers"]
+            .as_array()
+            .into_iter()
+            .flatten();
+        if steps
+            .chain([&file.normalizer])
+            .any(|step| step["type"] == "Precompiled")
+        {
+            return Err(TextError::Unsupported(
+                "a `Precompiled` normaliser".to_owned(),
+            ));
+        }
+        Ok(file)
+    }
+
+    /// Holds the file against what the library made of it: the library numbers added tokens that are not in the vocabulary itself.
+    fn check(self, tokenizer: &Tokenizer) -> Result<(), TextError> {
+        for AddedTokenEntry {
+            id: expected,
+            content: token,
+        } in self.added_tokens
+        {
+            match tokenizer.token_to_id(&token) {
+                Some(id) if id != expected => {
+                    return Err(TextError::AddedTokenId {
+                        token,
+                        id,
+                        expected,
+                    });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
