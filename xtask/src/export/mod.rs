@@ -58,11 +58,14 @@ pub struct Args {
     /// Model name that callers see, instead of the checkpoint's
     #[arg(long)]
     name: Option<String>,
+    /// Setting in config.json that is unknown here, but that you know to change nothing in the forward pass; may be repeated
+    #[arg(long, value_name = "KEY")]
+    allow_unknown_config: Vec<String>,
 }
 
 /// Runs the task.
 pub fn run(args: Args) -> Result<()> {
-    let mut checkpoint = checkpoint::open(&args.model)?;
+    let mut checkpoint = checkpoint::open_allowing(&args.model, &args.allow_unknown_config)?;
     if let Some(name) = args.name {
         checkpoint.name = name;
     }

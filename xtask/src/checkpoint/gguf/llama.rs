@@ -75,6 +75,13 @@ pub fn read(path: &Path) -> anyhow::Result<Checkpoint> {
         "architecture {architecture} is not supported, only llama"
     );
 
+    if let Some(kind) = metadata.text("general.type")? {
+        ensure!(
+            kind == "model",
+            "general.type {kind} is not supported, only model"
+        );
+    }
+
     let config = config(&gguf)?;
     config.check()?;
     let tokenizer = tokenizer::read(metadata, config.vocab_size)?;

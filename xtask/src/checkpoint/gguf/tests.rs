@@ -183,6 +183,11 @@ fn what_the_graph_cannot_express_is_refused_by_name() {
             "architecture gemma is not supported, only llama",
         ),
         (
+            "general.type",
+            text("adapter"),
+            "general.type adapter is not supported",
+        ),
+        (
             "llama.expert_count",
             Value::U32(8),
             "metadata key llama.expert_count is not supported",

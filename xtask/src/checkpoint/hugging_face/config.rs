@@ -2,9 +2,12 @@
 //!
 //! Every key is either read, known to be harmless, or an error that names it: a setting that changes the arithmetic must not pass unseen.
 
-use anyhow::{Context, bail, ensure};
+use std::collections::BTreeMap;
 
-use super::fields::Fields;
+use anyhow::{Context, bail, ensure};
+use serde_json::Value;
+
+use super::fields::{Fields, describe};
 use super::rope;
 use crate::checkpoint::DecoderConfig;
 
@@ -185,8 +188,24 @@ pub fn read(mut fields: Fields, allowed: &[String]) -> anyhow::Result<DecoderCon
         mlp_bias,
         tied_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
     };
-    fields.finish(HARMLESS, allowed)?;
+    refuse_unknown(fields.leftover(HARMLESS), allowed)?;
     Ok(config)
+}
+
+/// Refuses what is left of `config.json`, except what the caller vouches for, which must be there.
+fn refuse_unknown(mut left: BTreeMap<String, Value>, allowed: &[String]) -> anyhow::Result<()> {
+    for key in allowed {
+        ensure!(
+            left.remove(key).is_some(),
+            "config.json has no unknown setting {key}, so it can't be allowed"
+        );
+    }
+    ensure!(
+        left.is_empty(),
+        "config.json has settings that are not supported: {} (`--allow-unknown-config KEY` lets one pass that changes nothing in the forward pass)",
+        describe(&left)
+    );
+    Ok(())
 }
 
 fn must_be_false(fields: &mut Fields, key: &str, family: Family) -> anyhow::Result<bool> {

@@ -1,5 +1,6 @@
 //! A JSON object whose fields are taken out one by one, so that what nobody asked for is left over and can be refused.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -123,30 +124,31 @@ impl Fields {
         Fields::of(format!("{}: {key}", self.place), value).map(Some)
     }
 
-    /// Refuses everything that is left, except nulls, the keys in `harmless`, and the keys in `allowed`, which must all be there.
-    pub fn finish(self, harmless: &[&str], allowed: &[String]) -> anyhow::Result<()> {
-        let Fields { place, map } = self;
-        let left = map
-            .into_iter()
-            .filter(|(key, value)| !value.is_null() && !harmless.contains(&key.as_str()));
-        let (vouched, unknown): (Vec<_>, Vec<_>) = left.partition(|(key, _)| allowed.contains(key));
-        let unknown: Vec<String> = unknown
-            .into_iter()
-            .map(|(key, value)| format!("{key} = {value}"))
-            .collect();
+    /// What nobody has taken, without nulls and the keys in `harmless`.
+    pub fn leftover(self, harmless: &[&str]) -> BTreeMap<String, Value> {
+        let left = self.map.into_iter();
+        left.filter(|(key, value)| !value.is_null() && !harmless.contains(&key.as_str()))
+            .collect()
+    }
+
+    /// Refuses everything that is left.
+    pub fn finish(self) -> anyhow::Result<()> {
+        let place = self.place.clone();
+        let left = describe(&self.leftover(&[]));
         ensure!(
-            unknown.is_empty(),
-            "{place} has settings that are not supported: {}",
-            unknown.join(", ")
+            left.is_empty(),
+            "{place} has settings that are not supported: {left}"
         );
-        let superfluous = allowed
-            .iter()
-            .find(|key| !vouched.iter().any(|(vouched, _)| vouched == *key));
-        if let Some(key) = superfluous {
-            bail!("{place} has no unknown setting {key}, so it can't be allowed");
-        }
         Ok(())
     }
+}
+
+/// Settings for a message.
+pub fn describe(settings: &BTreeMap<String, Value>) -> String {
+    let settings = settings
+        .iter()
+        .map(|(key, value)| format!("{key} = {value}"));
+    settings.collect::<Vec<_>>().join(", ")
 }
 
 /// A whole number from 0, however JSON writes it.

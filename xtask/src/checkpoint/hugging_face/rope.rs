@@ -37,7 +37,7 @@ pub fn read(fields: &mut Fields, context_tokens: usize) -> anyhow::Result<Rope> 
     }
     require_full_rotation(&mut parameters)?;
     let scaling = scaling(&mut parameters, context_tokens)?;
-    parameters.finish(&[], &[])?;
+    parameters.finish()?;
     Ok(Rope {
         theta: inner_theta.or(outer_theta).unwrap_or(DEFAULT_THETA),
         scaling,

@@ -104,10 +104,10 @@ impl SafetensorsWeights {
         let metadata: Metadata =
             serde_json::from_slice(&header).context("the header is damaged")?;
         let data_start = 8 + header_bytes;
+        let (described, present) = (metadata.data_len() as u64, file_bytes - data_start);
         ensure!(
-            data_start + metadata.data_len() as u64 == file_bytes,
-            "the header describes a file of {} bytes, but it has {file_bytes}: truncated?",
-            data_start + metadata.data_len() as u64
+            described == present,
+            "the header describes {described} bytes of tensors, but the file has {present}: truncated?"
         );
         for (name, info) in metadata.tensors() {
             ensure!(

@@ -1,6 +1,7 @@
 //! Settings of `config.json`, one by one.
 
-use serde_json::{Value, json};
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
 
 use super::*;
 
@@ -101,7 +102,7 @@ fn settings_that_the_graph_cannot_express_are_refused_by_name() {
         (
             "llama",
             json!({"something_new": {"a": 1}, "another": 2}),
-            "something_new = {\"a\":1}, another = 2",
+            "another = 2, something_new = {\"a\":1} (`--allow-unknown-config KEY` lets",
         ),
         (
             "llama",
@@ -351,4 +352,39 @@ fn an_unknown_setting_passes_only_when_it_is_vouched_for() {
             .unwrap_err()
             .contains("no unknown setting hidden_size")
     );
+}
+
+/// Values that a key of some other kind, or of no sane size, may have.
+fn odd_value() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        any::<u64>().prop_map(|number| json!(number)),
+        (0u64..300).prop_map(|number| json!(number)),
+        any::<i64>().prop_map(|number| json!(number)),
+        any::<f64>().prop_map(|number| json!(number)),
+        any::<bool>().prop_map(|flag| json!(flag)),
+        prop::sample::select(vec![
+            json!(null),
+            json!("x"),
+            json!([]),
+            json!({}),
+            json!([1, 2]),
+            json!({"rope_type": "yarn", "factor": 1e300})
+        ]),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_setting_makes_the_reader_panic(
+        case in prop::sample::select(vec!["llama-llama3", "mistral", "qwen2", "qwen3-yarn"]),
+        picks in prop::collection::vec((any::<prop::sample::Index>(), odd_value()), 1..4),
+    ) {
+        let path = golden("hugging_face").join(case).join("config.json");
+        let config: Map<String, Value> = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+        let keys: Vec<&String> = config.keys().collect();
+        let changes: Map<String, Value> = picks.into_iter().map(|(pick, value)| (pick.get(&keys).to_string(), value)).collect();
+        let _ = open(Edited::copy(case).set("config.json", Value::Object(changes)).path());
+    }
 }

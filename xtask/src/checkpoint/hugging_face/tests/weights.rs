@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use proptest::prelude::*;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
@@ -153,4 +154,24 @@ fn damaged_weight_files_are_refused() {
         serde_json::from_slice(&fs::read(twice.path().join(index)).unwrap()).unwrap();
     map["weight_map"]["model.embed_tokens.weight"] = json!("z.safetensors");
     assert_refused(&twice.write(index, map.to_string()), "is in");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_damage_to_a_weight_file_makes_the_reader_panic(
+        patches in prop::collection::vec((0usize..2500, prop_oneof![any::<u8>(), prop::sample::select(b"0123456789[]{},:\"".to_vec())]), 1..6),
+    ) {
+        let mut bytes = fs::read(golden("hugging_face/qwen3/model.safetensors")).unwrap();
+        for (at, byte) in patches {
+            bytes[at] = byte;
+        }
+        let edited = Edited::copy("qwen3").write("model.safetensors", bytes);
+        if let Ok(checkpoint) = open(edited.path()) {
+            for name in checkpoint.weights.names() {
+                checkpoint.weights.load(&name).unwrap();
+            }
+        }
+    }
 }
