@@ -8,21 +8,27 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use outrider_bundle::manifest::Precision;
 use outrider_bundle::onnx::DataType;
 
 use super::Options;
 use super::attention::{Heads, cache_names};
-use super::graph::{Dim, GraphBuilder, float, int, to};
-use super::linear::{Linear, SharedTable};
+use super::convert::{to_bf16, to_f16, transpose};
+use super::graph::{Dim, GraphBuilder, bytes_of, float, int, to};
+use super::linear::{Linear, Reads};
+use super::rotation::Rotation;
 use super::tensors::Tensors;
+use super::vocabulary::Table;
 use crate::checkpoint::DecoderConfig;
 
 const BATCH: Dim = Dim::Symbol("batch");
 const SEQUENCE: Dim = Dim::Symbol("sequence");
 const MAX: Dim = Dim::Symbol("max");
 const LOGITS: Dim = Dim::Symbol("n");
+
+/// Channels per block of the residual stream's rotation: it is in the weights, so a larger one costs nothing but at the taps and the head.
+const LARGEST_RESIDUAL_BLOCK: usize = 256;
 
 /// One decoder on its way into one graph.
 pub struct Exporter<'a> {
@@ -36,6 +42,8 @@ pub struct Exporter<'a> {
     pub tensors: Tensors<'a>,
     /// Element type of activations and caches.
     pub element: DataType,
+    /// Basis of the residual stream, where it isn't the checkpoint's.
+    pub residual_rotation: Option<Rotation>,
     /// Graph inputs whose rows have zero points already.
     pub zero_points: BTreeSet<&'static str>,
     /// Windows that have a mask already.
@@ -58,6 +66,8 @@ impl<'a> Exporter<'a> {
             graph,
             tensors,
             element: element(options.precision),
+            residual_rotation: (options.precision == Precision::Int8)
+                .then(|| Rotation::new(config.hidden_size, LARGEST_RESIDUAL_BLOCK)),
             zero_points: BTreeSet::new(),
             masks: BTreeSet::new(),
             distances: None,
@@ -76,7 +86,7 @@ impl<'a> Exporter<'a> {
                 taps.push(hidden.clone());
             }
         }
-        self.taps(&taps);
+        self.taps(&taps)?;
         self.logits(&hidden, table)?;
         self.outputs();
         self.tensors.finish()?;
@@ -97,39 +107,34 @@ impl<'a> Exporter<'a> {
         } = *self.config;
         let name = |part: &str| format!("layers.{layer}.{part}");
         let tensor = |part: &str| format!("model.layers.{layer}.{part}");
-        let linear = |name: String, block: &str, parts: &[(&str, usize)], columns, bias: bool| {
-            let tensors = |kind: &str| {
-                let tensor = |(part, rows): &(&str, usize)| {
-                    (tensor(&format!("{block}.{part}.{kind}")), *rows)
-                };
-                parts.iter().map(tensor).collect()
-            };
-            Linear {
-                name,
-                weights: tensors("weight"),
-                biases: if bias { tensors("bias") } else { Vec::new() },
-                columns,
+        let tensors = |block: &str, kind: &str, parts: &[(&str, usize)]| {
+            let tensor =
+                |(part, rows): &(&str, usize)| (tensor(&format!("{block}.{part}.{kind}")), *rows);
+            parts.iter().map(tensor).collect::<Vec<_>>()
+        };
+        let biases = |exists: bool, block: &str, parts: &[(&str, usize)]| {
+            if exists {
+                tensors(block, "bias", parts)
+            } else {
+                Vec::new()
             }
         };
 
-        let normed = self.weighted_norm(
-            &name("attention.norm"),
-            input,
-            &tensor("input_layernorm.weight"),
-        )?;
         let (query_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
-        let projections = linear(
-            name("attention.qkv"),
-            "self_attn",
-            &[
-                ("q_proj", query_width),
-                ("k_proj", kv_width),
-                ("v_proj", kv_width),
-            ],
-            hidden,
-            qkv_bias,
-        );
-        let joined = self.linear(&normed, &projections)?;
+        let parts = [
+            ("q_proj", query_width),
+            ("k_proj", kv_width),
+            ("v_proj", kv_width),
+        ];
+        let projections = Linear {
+            name: name("attention.qkv"),
+            weights: tensors("self_attn", "weight", &parts),
+            biases: biases(qkv_bias, "self_attn", &parts),
+            columns: hidden,
+            reads: Reads::Normed(tensor("input_layernorm.weight")),
+            writes_residual: false,
+        };
+        let joined = self.linear(input, &projections)?;
         let [query, key, value] = [
             name("attention.q"),
             name("attention.k"),
@@ -145,13 +150,15 @@ impl<'a> Exporter<'a> {
             value: &value,
         };
         let attended = self.attention(layer, &heads)?;
-        let output = linear(
-            name("attention.output"),
-            "self_attn",
-            &[("o_proj", hidden)],
-            query_width,
-            o_bias,
-        );
+        let parts = [("o_proj", hidden)];
+        let output = Linear {
+            name: name("attention.output"),
+            weights: tensors("self_attn", "weight", &parts),
+            biases: biases(o_bias, "self_attn", &parts),
+            columns: query_width,
+            reads: Reads::Plain,
+            writes_residual: true,
+        };
         let attended = self.linear(&attended, &output)?;
         let residual = self.graph.node(
             &name("attention.residual"),
@@ -160,19 +167,16 @@ impl<'a> Exporter<'a> {
             vec![],
         );
 
-        let normed = self.weighted_norm(
-            &name("mlp.norm"),
-            &residual,
-            &tensor("post_attention_layernorm.weight"),
-        )?;
-        let gated = linear(
-            name("mlp.gate_up"),
-            "mlp",
-            &[("gate_proj", inner), ("up_proj", inner)],
-            hidden,
-            mlp_bias,
-        );
-        let joined = self.linear(&normed, &gated)?;
+        let parts = [("gate_proj", inner), ("up_proj", inner)];
+        let gated = Linear {
+            name: name("mlp.gate_up"),
+            weights: tensors("mlp", "weight", &parts),
+            biases: biases(mlp_bias, "mlp", &parts),
+            columns: hidden,
+            reads: Reads::Normed(tensor("post_attention_layernorm.weight")),
+            writes_residual: false,
+        };
+        let joined = self.linear(&residual, &gated)?;
         let (gate, up) = (name("mlp.gate"), name("mlp.up"));
         self.split(&joined, &[(&gate, inner), (&up, inner)]);
         let sigmoid = self
@@ -184,13 +188,15 @@ impl<'a> Exporter<'a> {
         let product = self
             .graph
             .node(&name("mlp.product"), "Mul", &[&silu, &up], vec![]);
-        let down = linear(
-            name("mlp.down"),
-            "mlp",
-            &[("down_proj", hidden)],
-            inner,
-            mlp_bias,
-        );
+        let parts = [("down_proj", hidden)];
+        let down = Linear {
+            name: name("mlp.down"),
+            weights: tensors("mlp", "weight", &parts),
+            biases: biases(mlp_bias, "mlp", &parts),
+            columns: inner,
+            reads: Reads::Outliers,
+            writes_residual: true,
+        };
         let down = self.linear(&product, &down)?;
         Ok(self
             .graph
@@ -198,23 +204,30 @@ impl<'a> Exporter<'a> {
     }
 
     /// The residual stream behind the tapped layers, side by side.
-    fn taps(&mut self, taps: &[String]) {
+    fn taps(&mut self, taps: &[String]) -> Result<()> {
         if taps.is_empty() {
-            return;
+            return Ok(());
         }
         let inputs: Vec<&str> = taps.iter().map(String::as_str).collect();
-        let axis = vec![int("axis", -1)];
-        if self.element == DataType::Float {
-            self.graph
-                .node("aux_hidden_states", "Concat", &inputs, axis);
+        let joined = |name| (name, "Concat", vec![int("axis", -1)]);
+        let width = taps.len() * self.config.hidden_size;
+        if let Some(rotation) = self.residual_rotation {
+            let (name, op, attributes) = joined("taps");
+            let taps = self.graph.node(name, op, &inputs, attributes);
+            self.rotate_back("aux_hidden_states", &taps, rotation, width)?;
+        } else if self.element == DataType::Float {
+            let (name, op, attributes) = joined("aux_hidden_states");
+            self.graph.node(name, op, &inputs, attributes);
         } else {
-            let joined = self.graph.node("taps", "Concat", &inputs, axis);
-            self.cast_to_fp32("aux_hidden_states", &joined);
+            let (name, op, attributes) = joined("taps");
+            let taps = self.graph.node(name, op, &inputs, attributes);
+            self.cast_to_fp32("aux_hidden_states", &taps);
         }
+        Ok(())
     }
 
     /// Picks the rows that get logits before the last norm, so that the others cost no head.
-    fn logits(&mut self, hidden: &str, table: SharedTable) -> Result<()> {
+    fn logits(&mut self, hidden: &str, table: Table) -> Result<()> {
         let last_axis = self.graph.ints(&[-1]);
         let indices = self.graph.node(
             "logit_rows.indices",
@@ -228,6 +241,13 @@ impl<'a> Exporter<'a> {
             &[hidden, &indices],
             vec![int("batch_dims", 1)],
         );
+        let rows = match self.residual_rotation {
+            Some(rotation) => {
+                let hidden = self.config.hidden_size;
+                self.rotate_back("logit_rows.rotated_back", &rows, rotation, hidden)?
+            }
+            None => rows,
+        };
         let normed = self.weighted_norm("norm", &rows, "model.norm.weight")?;
         if self.element == DataType::Float {
             self.head(&normed, table, "logits")
@@ -243,11 +263,48 @@ impl<'a> Exporter<'a> {
             .node(name, "Cast", &[input], vec![to(DataType::Float)]);
     }
 
-    fn weighted_norm(&mut self, name: &str, input: &str, tensor: &str) -> Result<String> {
+    /// Adds an RMS norm of the residual stream with its weight.
+    pub fn weighted_norm(&mut self, name: &str, input: &str, tensor: &str) -> Result<String> {
         let dims = [self.config.hidden_size];
         let weight = self.tensors.take(tensor, &dims)?;
         let weight = self.float_constant(tensor, &weight, &dims)?;
         Ok(self.rms_norm(name, input, &weight))
+    }
+
+    /// Adds an RMS norm of the residual stream whose weight has gone into the product behind it.
+    pub fn unweighted_norm(&mut self, name: &str, input: &str) -> Result<String> {
+        let hidden = self.config.hidden_size;
+        let ones = "constants.ones";
+        if !self.graph.has_constant(ones) {
+            self.float_constant(ones, &vec![1.0; hidden], &[hidden])?;
+        }
+        Ok(self.rms_norm(name, input, ones))
+    }
+
+    /// Names a vector or matrix of the activations' element type as a constant.
+    pub fn float_constant(&mut self, name: &str, values: &[f32], dims: &[usize]) -> Result<String> {
+        let bytes = self.element_bytes(values).context(name.to_owned())?;
+        let stored = self.graph.store(bytes)?;
+        self.graph.constant(name, self.element, dims, &stored);
+        Ok(name.to_owned())
+    }
+
+    /// Values in the element type of the activations.
+    pub fn element_bytes(&self, values: &[f32]) -> Result<Vec<u8>> {
+        Ok(match self.element {
+            DataType::Float16 => bytes_of(&to_f16(values)?),
+            DataType::Bfloat16 => bytes_of(&to_bf16(values)),
+            _ => bytes_of(values),
+        })
+    }
+
+    /// A matrix `[rows, columns]` in the element type of the activations as `[columns, rows]`.
+    pub fn transposed_bytes(&self, values: Vec<f32>, columns: usize) -> Result<Vec<u8>> {
+        Ok(match self.element {
+            DataType::Float16 => bytes_of(&transpose(&to_f16(&values)?, columns)),
+            DataType::Bfloat16 => bytes_of(&transpose(&to_bf16(&values), columns)),
+            _ => bytes_of(&transpose(&values, columns)),
+        })
     }
 
     /// Adds an RMS norm over the last axis, its statistics in fp32.

@@ -163,6 +163,11 @@ impl GraphBuilder {
         self.graph.initializer.push(tensor);
     }
 
+    /// Whether there is a constant of this name.
+    pub fn has_constant(&self, name: &str) -> bool {
+        self.constants.contains(name)
+    }
+
     /// Names stored bytes as a constant unless there is one of that name: for constants whose name says their value.
     pub fn constant_once(
         &mut self,
@@ -171,7 +176,7 @@ impl GraphBuilder {
         dims: &[usize],
         stored: &Stored,
     ) {
-        if !self.constants.contains(name) {
+        if !self.has_constant(name) {
             self.constant(name, data_type, dims, stored);
         }
     }
@@ -275,6 +280,11 @@ pub fn scalar_tensor(name: &str, data_type: DataType, bytes: &[u8]) -> Attribute
 /// The attribute `to` of `Cast`.
 pub fn to(data_type: DataType) -> AttributeProto {
     int("to", i32::from(data_type).into())
+}
+
+/// Values as a tensor stores them.
+pub fn bytes_of<T: bytemuck::NoUninit>(values: &[T]) -> Vec<u8> {
+    bytemuck::cast_slice(values).to_vec()
 }
 
 fn entry(key: &str, value: &str) -> StringStringEntryProto {

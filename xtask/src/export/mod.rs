@@ -9,8 +9,11 @@ mod data_file;
 mod decoder;
 mod graph;
 mod linear;
+mod quantised;
 mod rope;
+mod rotation;
 mod tensors;
+mod vocabulary;
 
 use std::collections::BTreeMap;
 use std::fs;
