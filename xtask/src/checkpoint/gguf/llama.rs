@@ -390,3 +390,21 @@ fn to_half_split(values: &[f32], rows: usize, head_dim: usize) -> Vec<f32> {
     }
     split
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_after_its_file_without_the_quantisation() {
+        for (file, expected) in [
+            ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+            ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Llama-3.2-1B-Instruct"),
+            ("mine-f16.gguf", "mine"),
+            ("Llama-3.2-1B.gguf", "Llama-3.2-1B"),
+            ("Qwen.gguf", "Qwen"),
+        ] {
+            assert_eq!(model_name(Path::new(file)), expected);
+        }
+    }
+}
