@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use crate::digest::hash_file;
 use crate::manifest::{
@@ -13,13 +14,15 @@ use crate::manifest::{
 use crate::verify::{BundleError, Fault, scan, unreadable};
 
 /// Everything a manifest says that can't be read from the files.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Builder {
     /// Model name as callers see it.
     pub name: String,
     /// Facts about the target graph.
     pub target: TargetFacts,
     /// Facts about the draft graph, when there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftFacts>,
     /// Tokenizer and chat template.
     pub text: TextFacts,
@@ -54,6 +57,32 @@ impl Builder {
         manifest.check_graphs(dir)?;
         manifest.write(dir).map_err(unusable)?;
         Ok(manifest)
+    }
+}
+
+/// What another bundle says, to make one like it.
+impl From<Manifest> for Builder {
+    fn from(manifest: Manifest) -> Self {
+        let Manifest {
+            schema_version: _,
+            files: _,
+            name,
+            target,
+            draft,
+            text,
+            generation,
+            tools,
+            sources,
+        } = manifest;
+        Self {
+            name,
+            target,
+            draft,
+            text,
+            generation,
+            tools,
+            sources,
+        }
     }
 }
 
@@ -94,25 +123,7 @@ mod tests {
     use crate::testing::{sample_bundle, sample_manifest, write_sample_files};
 
     fn builder() -> Builder {
-        let Manifest {
-            name,
-            target,
-            draft,
-            text,
-            generation,
-            tools,
-            sources,
-            ..
-        } = sample_manifest();
-        Builder {
-            name,
-            target,
-            draft,
-            text,
-            generation,
-            tools,
-            sources,
-        }
+        sample_manifest().into()
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Only the structure is read. Weights inside the file are skipped over and external ones aren't opened, so a graph of any size costs little memory,
 //! and a file that is no graph costs no more: every part that is kept has a limit.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -58,7 +58,7 @@ pub struct GraphFacts {
     pub outputs: Vec<ValueFacts>,
     /// How often each operator occurs, subgraphs and functions included, keyed by `domain.op_type`.
     pub ops: BTreeMap<String, u64>,
-    /// Bytes of all initializers, inside the file and external.
+    /// Bytes of all initializers, inside the file and external; a range of an external file that several of them share counts once.
     pub initializer_bytes: u64,
     /// External files by the path in the graph, each with the number of bytes it must have at least.
     pub external_files: BTreeMap<String, u64>,
@@ -144,6 +144,8 @@ impl GraphFacts {
             facts: Self::default(),
             depth: 0,
             graphs: 0,
+            ranges: BTreeMap::new(),
+            range_count: 0,
         };
         walk.model(size_bytes)?;
         if walk.graphs == 0 {
@@ -200,6 +202,7 @@ mod limits {
     pub(super) const METADATA_BYTES: u64 = 64 << 10;
     pub(super) const VALUES: u64 = 16 << 10;
     pub(super) const DISTINCT: u64 = 1 << 10;
+    pub(super) const RANGES: u64 = 1 << 18;
     pub(super) const DEPTH: u64 = 32;
 }
 
@@ -209,6 +212,9 @@ struct Walk<R> {
     facts: GraphFacts,
     depth: u64,
     graphs: u64,
+    /// External ranges of initializers so far, offset and length by location.
+    ranges: BTreeMap<String, BTreeSet<(u64, u64)>>,
+    range_count: usize,
 }
 
 impl<R: Read + Seek> Walk<R> {
@@ -391,7 +397,7 @@ impl<R: Read + Seek> Walk<R> {
         let mut size_bytes = inline_bytes;
         if is_external {
             let default_bytes = elements.saturating_mul(dtype_bits(data_type)) / 8;
-            size_bytes = self.external_data(&entries, default_bytes)?;
+            size_bytes = self.external_data(&entries, default_bytes, is_initializer)?;
         }
         if is_initializer {
             self.facts.initializer_bytes = self.facts.initializer_bytes.saturating_add(size_bytes);
@@ -399,11 +405,12 @@ impl<R: Read + Seek> Walk<R> {
         Ok(())
     }
 
-    /// Notes an external file and how long it must be; returns the bytes of this tensor.
+    /// Notes an external file and how long it must be; returns the bytes that no initializer before had.
     fn external_data(
         &mut self,
         entries: &[StringStringEntryProto],
         default_bytes: u64,
+        is_initializer: bool,
     ) -> Result<u64, WireError> {
         let entry = |key: &str| {
             entries
@@ -436,7 +443,21 @@ impl<R: Read + Seek> Walk<R> {
                 .external_files
                 .insert(location.to_owned(), needed);
         }
-        Ok(length)
+        if !is_initializer {
+            return Ok(0);
+        }
+        self.check_count(
+            self.range_count,
+            "the number of external tensors",
+            limits::RANGES,
+        )?;
+        let is_new = self
+            .ranges
+            .entry(location.to_owned())
+            .or_default()
+            .insert((offset, length));
+        self.range_count += usize::from(is_new);
+        Ok(if is_new { length } else { 0 })
     }
 
     fn value_info(&mut self, end: u64) -> Result<ValueFacts, WireError> {
@@ -587,6 +608,15 @@ mod tests {
         };
         model.graph.as_mut().unwrap().initializer.push(big);
         assert_eq!(facts(&model).initializer_bytes, before + (3 << 20));
+    }
+
+    #[test]
+    fn weights_that_two_initializers_share_count_once() {
+        let mut model = sample_graph();
+        let before = facts(&model).initializer_bytes;
+        let initializers = &mut model.graph.as_mut().unwrap().initializer;
+        initializers.push(initializers[0].clone());
+        assert_eq!(facts(&model).initializer_bytes, before);
     }
 
     #[test]
