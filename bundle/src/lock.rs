@@ -36,7 +36,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::digest::is_sha256;
-use crate::manifest::FieldFault;
+use crate::manifest::{FieldFault, list};
 use crate::paths::check_relative;
 
 /// The schema version this build reads.
@@ -176,7 +176,7 @@ pub enum LockError {
         found: u32,
     },
     /// The form is right and values are not; all faults.
-    #[error("the lock holds invalid values: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    #[error("the lock holds invalid values: {}", list(.0))]
     Values(Vec<FieldFault>),
     /// An item is only for other machines.
     #[error("{name} has no item for {arch}, only for {}", known.join(", "))]
@@ -647,12 +647,30 @@ mod tests {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/locks");
         let mut count = 0;
         for entry in std::fs::read_dir(dir).unwrap() {
-            let lock = Lock::load(&entry.unwrap().path()).unwrap();
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "toml") {
+                continue;
+            }
+            let lock = Lock::load(&path).unwrap();
             for arch in ["x86_64", "aarch64"] {
                 lock.items_for(arch).unwrap();
             }
             count += 1;
         }
         assert!(count >= 2);
+    }
+
+    #[test]
+    fn the_examples_of_the_page_about_locks_are_locks() {
+        let page = include_str!("../../configs/locks/README.md");
+        let examples: Vec<_> = page
+            .split("```toml\n")
+            .skip(1)
+            .map(|rest| rest.split("```").next().unwrap())
+            .collect();
+        assert_eq!(examples.len(), 4);
+        for example in examples {
+            Lock::parse(example).unwrap();
+        }
     }
 }

@@ -224,7 +224,7 @@ pub enum ManifestError {
     #[error("the manifest is not of the expected form")]
     Form(#[source] serde_json::Error),
     /// The form is right and values are not; all faults.
-    #[error("the manifest holds {} invalid value{}", .0.len(), if .0.len() == 1 { "" } else { "s" })]
+    #[error("the manifest holds invalid values: {}", list(.0))]
     Values(Vec<FieldFault>),
 }
 
@@ -240,6 +240,16 @@ impl ManifestError {
             Self::TooLarge | Self::SchemaVersion { .. } => vec![self.to_string()],
         }
     }
+}
+
+/// The first few of several faults in one line, for places that have only one.
+pub(crate) fn list<T: ToString>(faults: &[T]) -> String {
+    const SHOWN: usize = 8;
+    let mut parts: Vec<_> = faults.iter().take(SHOWN).map(ToString::to_string).collect();
+    if faults.len() > SHOWN {
+        parts.push(format!("and {} more", faults.len() - SHOWN));
+    }
+    parts.join("; ")
 }
 
 /// One field of a manifest with a value that can't be.

@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::contract::{FactError, check_external_files, check_target};
 use crate::digest::{hash_file, sha256_hex};
 use crate::facts::{GraphError, GraphFacts};
-use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError};
+use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError, list};
 
 /// One thing that is wrong with a bundle directory. Paths are relative to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, thiserror::Error)]
@@ -135,15 +135,6 @@ impl BundleError {
                 .collect(),
         }
     }
-}
-
-/// Several faults in one line.
-fn list<T: ToString>(faults: &[T]) -> String {
-    faults
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join("; ")
 }
 
 impl Manifest {
@@ -528,6 +519,21 @@ mod tests {
             error.contains("tokenizer.json: has sha256") && error.contains("the manifest says"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_message_of_one_line_names_the_faults_but_not_hundreds() {
+        let dir = sample_bundle();
+        for index in 0..10 {
+            fs::write(dir.path().join(format!("extra{index}")), "").unwrap();
+        }
+        let error = VerifiedBundle::open(dir.path()).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("extra7: not listed in the manifest; and 2 more"),
+            "{text}"
+        );
+        assert_eq!(error.lines().len(), 10);
     }
 
     #[test]

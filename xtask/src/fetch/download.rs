@@ -1,7 +1,7 @@
 //! Files from web servers: resumed where an earlier attempt stopped, tried again when the connection drops, never believed without the lock.
 
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
@@ -170,11 +170,7 @@ impl Client<'_> {
             }
         }
         let fail = |error: ureq::Error| {
-            use ureq::Error::{ConnectionFailed, HostNotFound, Io, Protocol, Timeout};
-            let is_passing = matches!(
-                error,
-                ConnectionFailed | HostNotFound | Io(_) | Protocol(_) | Timeout(_)
-            );
+            let is_passing = is_passing(&error);
             let error = anyhow!(error).context(format!("no answer from {}", self.url));
             if is_passing {
                 Failure::passing(error)
@@ -318,6 +314,17 @@ fn agent() -> Agent {
         .into()
 }
 
+/// Whether a request that failed so may succeed when it is made again.
+fn is_passing(error: &ureq::Error) -> bool {
+    use ureq::Error::{ConnectionFailed, HostNotFound, Io, Protocol, Timeout};
+    match error {
+        // A certificate that isn't trusted comes as invalid data, and stays untrusted.
+        Io(error) => error.kind() != io::ErrorKind::InvalidData,
+        ConnectionFailed | HostNotFound | Protocol(_) | Timeout(_) => true,
+        _ => false,
+    }
+}
+
 /// A token goes over encrypted connections, or doesn't leave the machine.
 fn check_private(url: &str) -> anyhow::Result<()> {
     let uri: ureq::http::Uri = url.parse().with_context(|| format!("{url} is no URL"))?;
@@ -376,6 +383,14 @@ mod tests {
         ] {
             assert_eq!(parse_content_range(text), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn an_untrusted_certificate_is_not_tried_again() {
+        let error = |kind: io::ErrorKind| ureq::Error::Io(kind.into());
+        assert!(!is_passing(&error(io::ErrorKind::InvalidData)));
+        assert!(is_passing(&error(io::ErrorKind::ConnectionReset)));
+        assert!(!is_passing(&ureq::Error::BadUri(String::new())));
     }
 
     #[test]

@@ -136,3 +136,20 @@ fn every_lock_is_read_before_anything_is_fetched() {
     insta::assert_snapshot!(text);
     assert!(!setup.settings.store.exists());
 }
+
+#[test]
+fn the_home_variable_moves_the_store() {
+    let setup = Setup::new();
+    let lock = local_lock(&setup);
+    let home = setup.root.path().join("home");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    command
+        .args(["fetch", "--lock"])
+        .arg(&lock)
+        .env("OUTRIDER_HOME", &home);
+    assert!(command.output().unwrap().status.success());
+    assert_eq!(
+        fs::read(home.join("store/model/model.bin")).unwrap(),
+        content()
+    );
+}
