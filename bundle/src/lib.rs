@@ -11,6 +11,7 @@ pub mod lock;
 pub mod manifest;
 pub mod onnx;
 pub mod paths;
+pub mod verified;
 pub mod verify;
 mod wire;
 
@@ -18,4 +19,4 @@ mod wire;
 mod testing;
 
 pub use manifest::Manifest;
-pub use verify::VerifiedBundle;
+pub use verified::VerifiedBundle;

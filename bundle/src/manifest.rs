@@ -4,7 +4,9 @@
 //! It refuses unknown fields and unknown schema versions, and holds no path that leaves the bundle directory.
 //! A [`Manifest`] says nothing yet about the files beside it: that is [`crate::verify`].
 
-use std::collections::{BTreeMap, BTreeSet};
+mod check;
+
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,14 +16,16 @@ use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::digest::{is_sha256, sha256_hex, write_atomic};
-use crate::paths::check_relative;
+use crate::digest::{sha256_hex, write_atomic};
 
 /// Name of the manifest inside a bundle directory.
 pub const FILE_NAME: &str = "bundle.json";
 
 /// Name under which a manifest is written before it is renamed to [`FILE_NAME`].
 pub const ASIDE_NAME: &str = ".bundle.json.partial";
+
+/// Element types of the KV cache, as `target.kv_dtype` names them.
+pub const KV_DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
 
 /// Largest manifest that is read, in bytes; some ten thousand files fit.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -333,193 +337,14 @@ impl Manifest {
                 found: self.schema_version.into(),
             });
         }
-        let mut check = Check {
-            files: &self.files,
-            faults: Vec::new(),
-        };
-        check.name("name", &self.name);
-        for (path, entry) in &self.files {
-            let field = format!("files.{path:?}");
-            if let Err(error) = check_relative(path) {
-                check.fault(&field, format!("the path {error}"));
-            }
-            if [FILE_NAME, ASIDE_NAME].contains(&path.as_str()) {
-                check.fault(&field, "the manifest doesn't list itself".to_owned());
-            }
-            check.sha256(&format!("{field}.sha256"), &entry.sha256);
-        }
-        check.target(&self.target);
-        if let Some(draft) = &self.draft {
-            check.draft(draft, &self.target);
-        }
-        check.listed("text.tokenizer", &self.text.tokenizer);
-        if let Some(template) = &self.text.chat_template {
-            check.listed("text.chat_template", template);
-        }
-        check.generation(&self.generation, &self.target);
-        for (index, source) in self.sources.iter().enumerate() {
-            check.sha256(&format!("sources[{index}].sha256"), &source.sha256);
-        }
-        if check.faults.is_empty() {
+        let faults = check::faults(self);
+        if faults.is_empty() {
             Ok(())
         } else {
-            Err(ManifestError::Values(check.faults))
+            Err(ManifestError::Values(faults))
         }
     }
 }
-
-/// Collects the faults of a manifest.
-struct Check<'a> {
-    files: &'a BTreeMap<String, FileEntry>,
-    faults: Vec<FieldFault>,
-}
-
-impl Check<'_> {
-    fn fault(&mut self, field: &str, problem: String) {
-        self.faults.push(FieldFault {
-            field: field.to_owned(),
-            problem,
-        });
-    }
-
-    fn name(&mut self, field: &str, name: &str) {
-        if name.is_empty() || name.len() > 256 || name.chars().any(char::is_control) {
-            self.fault(
-                field,
-                format!(
-                    "{name:?} is no name, allowed are 1 to 256 bytes without control characters"
-                ),
-            );
-        }
-    }
-
-    fn sha256(&mut self, field: &str, digest: &str) {
-        if !is_sha256(digest) {
-            self.fault(
-                field,
-                format!("{digest:?} is no SHA-256, must be 64 lower-case hexadecimal digits"),
-            );
-        }
-    }
-
-    fn listed(&mut self, field: &str, path: &str) {
-        if !self.files.contains_key(path) {
-            self.fault(field, format!("{path:?} is not among the files"));
-        }
-    }
-
-    fn sizes(&mut self, fields: &[(&str, usize, usize)]) {
-        for &(field, value, max) in fields {
-            if value == 0 || value > max {
-                self.fault(
-                    field,
-                    format!("{value} is out of range, allowed is 1 to {max}"),
-                );
-            }
-        }
-    }
-
-    fn layer_ids(&mut self, field: &str, ids: &[usize], layers: usize) {
-        if let Some(id) = ids.iter().find(|&&id| id >= layers) {
-            self.fault(
-                field,
-                format!("there is no layer {id}, the target has {layers}"),
-            );
-        }
-        let distinct: BTreeSet<_> = ids.iter().collect();
-        if distinct.len() != ids.len() {
-            self.fault(field, format!("{ids:?} names a layer twice"));
-        }
-    }
-
-    fn target(&mut self, target: &TargetFacts) {
-        self.listed("target.graph", &target.graph);
-        self.name("target.architecture", &target.architecture);
-        self.sizes(&[
-            ("target.layers", target.layers, MAX_LAYERS),
-            ("target.hidden_size", target.hidden_size, MAX_SIZE),
-            ("target.kv_heads", target.kv_heads, MAX_SIZE),
-            ("target.head_dim", target.head_dim, MAX_SIZE),
-            ("target.vocab_size", target.vocab_size, MAX_SIZE),
-            ("target.context_tokens", target.context_tokens, MAX_SIZE),
-        ]);
-        if !KV_DTYPES.contains(&target.kv_dtype.as_str()) {
-            self.fault(
-                "target.kv_dtype",
-                format!(
-                    "{:?} is unknown, allowed are {}",
-                    target.kv_dtype,
-                    KV_DTYPES.join(", ")
-                ),
-            );
-        }
-        self.layer_ids("target.taps", &target.taps, target.layers);
-    }
-
-    fn draft(&mut self, draft: &DraftFacts, target: &TargetFacts) {
-        self.listed("draft.graph", &draft.graph);
-        self.name("draft.architecture", &draft.architecture);
-        self.sizes(&[
-            ("draft.block_size", draft.block_size, MAX_SIZE),
-            ("draft.top_k", draft.top_k, MAX_SIZE),
-            ("draft.context_tokens", draft.context_tokens, MAX_SIZE),
-        ]);
-        if draft.mask_token_id as usize >= target.vocab_size {
-            let problem = format!(
-                "{} is no token, the vocabulary has {}",
-                draft.mask_token_id, target.vocab_size
-            );
-            self.fault("draft.mask_token_id", problem);
-        }
-        if draft.target_layer_ids != target.taps {
-            let problem = format!(
-                "{:?} must be the taps of the target, {:?}",
-                draft.target_layer_ids, target.taps
-            );
-            self.fault("draft.target_layer_ids", problem);
-        }
-    }
-
-    fn generation(&mut self, generation: &GenerationDefaults, target: &TargetFacts) {
-        if let Some(id) = generation
-            .eos_token_ids
-            .iter()
-            .find(|&&id| id as usize >= target.vocab_size)
-        {
-            self.fault(
-                "generation.eos_token_ids",
-                format!("{id} is no token, the vocabulary has {}", target.vocab_size),
-            );
-        }
-        if let Some(temperature) = generation
-            .temperature
-            .filter(|value| !(0.0..=100.0).contains(value))
-        {
-            self.fault(
-                "generation.temperature",
-                format!("{temperature} is out of range, allowed is 0 to 100"),
-            );
-        }
-        if let Some(top_p) = generation
-            .top_p
-            .filter(|value| !(*value > 0.0 && *value <= 1.0))
-        {
-            self.fault(
-                "generation.top_p",
-                format!("{top_p} is out of range, allowed is above 0 and up to 1"),
-            );
-        }
-    }
-}
-
-/// Element types of the KV cache, as `target.kv_dtype` names them.
-pub const KV_DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
-
-/// Upper bound of every size among the facts: products of two of them fit into 64 bits.
-const MAX_SIZE: usize = 1 << 30;
-
-/// Upper bound of the number of layers, so that work per layer is bounded too.
-const MAX_LAYERS: usize = 4096;
 
 /// Reads a map and refuses a key that comes twice, which serde would let the later entry win.
 fn unique_keys<'de, D, V>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error>

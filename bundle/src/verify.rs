@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::contract::{FactError, check_external_files, check_target};
-use crate::digest::{hash_file, sha256_hex};
+use crate::digest::hash_file;
 use crate::facts::{GraphError, GraphFacts};
 use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError, list};
 
@@ -300,92 +300,13 @@ pub(crate) fn scan(
     }
 }
 
-/// A bundle whose every byte matched its manifest when it was opened.
-///
-/// This is what a loader takes: there is no other way to get one than [`VerifiedBundle::open`], so bytes that nobody checked can't be loaded.
-///
-/// ```compile_fail
-/// # fn forge(manifest: outrider_bundle::Manifest) {
-/// let forged = outrider_bundle::VerifiedBundle { dir: "models".into(), digest: manifest.digest(), manifest };
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct VerifiedBundle {
-    dir: PathBuf,
-    digest: String,
-    manifest: Manifest,
-}
-
-impl VerifiedBundle {
-    /// Opens a bundle directory: reads the manifest, hashes every file and compares, then checks the graphs against the facts.
-    pub fn open(dir: &Path) -> Result<Self, BundleError> {
-        let manifest = Manifest::load(dir).map_err(|source| BundleError::Manifest {
-            dir: dir.to_owned(),
-            source,
-        })?;
-        manifest.verify(dir).map_err(|faults| BundleError::Files {
-            dir: dir.to_owned(),
-            faults,
-        })?;
-        Ok(Self {
-            dir: dir.to_owned(),
-            digest: manifest.digest(),
-            manifest,
-        })
-    }
-
-    /// What the bundle is.
-    pub fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
-
-    /// The bundle digest, see [`Manifest::digest`].
-    pub fn digest(&self) -> &str {
-        &self.digest
-    }
-
-    /// The bundle directory.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    /// Where a listed file is; `None` when the manifest doesn't list it.
-    pub fn path(&self, name: &str) -> Option<PathBuf> {
-        self.manifest
-            .files
-            .contains_key(name)
-            .then(|| self.dir.join(name))
-    }
-
-    /// Content of a listed file, hashed once more, so that these very bytes are the ones the manifest names.
-    pub fn read(&self, name: &str) -> Result<Vec<u8>, BundleError> {
-        let fault = |fault| BundleError::Files {
-            dir: self.dir.clone(),
-            faults: vec![fault],
-        };
-        let path = name.to_owned();
-        let Some(entry) = self.manifest.files.get(name) else {
-            return Err(fault(Fault::Unlisted { path }));
-        };
-        let bytes =
-            fs::read(self.dir.join(name)).map_err(|error| fault(unreadable(name, &error)))?;
-        let actual = sha256_hex(&bytes);
-        if actual != entry.sha256 {
-            return Err(fault(Fault::WrongDigest {
-                path,
-                expected: entry.sha256.clone(),
-                actual,
-            }));
-        }
-        Ok(bytes)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::OpenOptions;
 
     use super::*;
+    use crate::VerifiedBundle;
+    use crate::digest::sha256_hex;
     use crate::testing::sample_bundle;
 
     fn faults(dir: &Path) -> Vec<Fault> {
@@ -393,23 +314,6 @@ mod tests {
             BundleError::Files { faults, .. } => faults,
             other => panic!("{other}"),
         }
-    }
-
-    #[test]
-    fn an_intact_bundle_opens_and_reads() {
-        let dir = sample_bundle();
-        let bundle = VerifiedBundle::open(dir.path()).unwrap();
-        assert_eq!(bundle.digest(), bundle.manifest().digest());
-        assert_eq!(
-            bundle.read("tokenizer.json").unwrap(),
-            fs::read(dir.path().join("tokenizer.json")).unwrap()
-        );
-        assert_eq!(
-            bundle.path("model.onnx"),
-            Some(dir.path().join("model.onnx"))
-        );
-        assert_eq!(bundle.path("other.onnx"), None);
-        assert!(bundle.read("../etc/passwd").is_err());
     }
 
     #[test]
@@ -506,18 +410,6 @@ mod tests {
             [Fault::Missing {
                 path: "tokenizer.json".to_owned()
             }]
-        );
-    }
-
-    #[test]
-    fn bytes_that_changed_after_opening_are_not_handed_out() {
-        let dir = sample_bundle();
-        let bundle = VerifiedBundle::open(dir.path()).unwrap();
-        fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
-        let error = bundle.read("tokenizer.json").unwrap_err().to_string();
-        assert!(
-            error.contains("tokenizer.json: has sha256") && error.contains("the manifest says"),
-            "{error}"
         );
     }
 
