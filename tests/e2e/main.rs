@@ -1,1 +1,85 @@
-//! x
+//! End-to-end tests: real binaries, real bundles, real sockets.
+//!
+//! Servers are shared between tests and stop when the last test has ended, passed or not.
+
+mod bad_input;
+mod bundles;
+mod command_line;
+mod determinism;
+mod goldens;
+mod measures;
+mod openai;
+mod smoke;
+mod stop;
+mod utf8;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use libtest_mimic::{Arguments, Trial};
+use outrider_tests::servers::Servers;
+
+/// Makes trials of functions, each named by its module and itself.
+macro_rules! trials {
+    ($servers:expr, $($module:ident::{$($name:ident),+ $(,)?}),+ $(,)?) => {
+        vec![$($({
+            let servers: Arc<Servers> = Arc::clone($servers);
+            Trial::test(concat!(stringify!($module), "::", stringify!($name)), move || {
+                $module::$name(&servers).map_err(|error: anyhow::Error| format!("{error:#}").into())
+            })
+        }),+),+]
+    };
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let servers = Arc::new(Servers::default());
+    let trials = trials!(
+        &servers,
+        bad_input::{
+            a_bad_request_is_refused_by_name_and_the_next_one_is_served,
+            a_bad_prompt_is_refused_by_name_and_the_next_one_is_served,
+            a_body_that_is_no_request_is_refused_and_the_next_one_is_served,
+        },
+        bundles::{
+            a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
+            a_graph_that_lacks_an_input_stops_the_start_and_names_it,
+        },
+        command_line::{
+            every_fault_of_a_configuration_is_reported_at_once,
+            a_right_configuration_is_accepted_without_a_model_being_loaded,
+        },
+        determinism::{
+            fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
+            int8_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
+            int4_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
+        },
+        goldens::{
+            greedy_tokens_equal_the_reference_implementation,
+            chat_renders_the_prompt_of_the_reference_implementation,
+            first_logits_differ_as_those_of_the_reference_implementation,
+        },
+        measures::{
+            int8_perplexity_is_within_three_percent_of_fp32,
+            fp32_memory_is_little_more_than_weights_and_kv_slab,
+        },
+        openai::{the_official_client_is_served},
+        smoke::{the_server_passes_the_smoke_checks},
+        stop::{stop_strings_end_the_text_wherever_they_fall},
+        utf8::{streams_never_split_a_character},
+    );
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    if conclusion.has_failed() {
+        eprint_logs(&servers);
+    }
+    drop(servers);
+    conclusion.exit_code()
+}
+
+#[expect(
+    clippy::print_stderr,
+    reason = "the logs belong to the report of a failed run"
+)]
+fn eprint_logs(servers: &Servers) {
+    eprintln!("{}", servers.logs());
+}

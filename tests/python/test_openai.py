@@ -10,8 +10,8 @@ import traceback
 
 import openai
 
-PROMPT = "Write one sentence about the sea."
-MESSAGES = [{"role": "user", "content": PROMPT}]
+PROMPT = "The sea was calm, and the captain"
+MESSAGES = [{"role": "user", "content": "Write one sentence about the sea."}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
 

@@ -1,1 +1,8 @@
-//! x
+//! What the end-to-end tests stand on: where binaries, bundles and goldens are, servers that run while tests need them, and answers in one form.
+//!
+//! Tests reach a server through its public faces only: command line, configuration, HTTP, exit code, log.
+
+pub mod answer;
+pub mod fixtures;
+pub mod random;
+pub mod servers;

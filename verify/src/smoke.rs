@@ -9,10 +9,19 @@ use crate::client::{Client, ClientError, Response, Streamed};
 use crate::report::{Check, Model, Outcome, Report, chain};
 use crate::wire::{Api, Generation, ShapeError, error_of, shorten};
 
-const PROMPT: &str = "Write one sentence about the sea.";
+const CHAT_PROMPT: &str = "Write one sentence about the sea.";
+/// One that a model goes on with, where it would end a finished sentence at once.
+const COMPLETION_PROMPT: &str = "The sea was calm, and the captain";
 const MAX_TOKENS: u64 = 24;
 /// Characters of the stop string: longer than most tokens' tails, so that it tends to cross a token's edge.
 const STOP_CHARS: usize = 5;
+
+fn prompt(api: Api) -> &'static str {
+    match api {
+        Api::Chat => CHAT_PROMPT,
+        Api::Completions => COMPLETION_PROMPT,
+    }
+}
 
 /// What to check.
 #[derive(Clone, Debug, Default)]
@@ -184,7 +193,7 @@ impl Smoke<'_> {
 
     /// The standard request, greedy unless `fields` say otherwise.
     fn request(&self, api: Api, fields: &Value) -> Value {
-        let mut request = api.request(&self.model_id(), PROMPT);
+        let mut request = api.request(&self.model_id(), prompt(api));
         request.insert("max_tokens".into(), MAX_TOKENS.into());
         request.insert("temperature".into(), 0.into());
         request.insert("seed".into(), 1.into());
@@ -398,7 +407,7 @@ fn stop_string(smoke: &mut Smoke<'_>, stream: bool) -> Result<String, Stop> {
 fn refused(smoke: &mut Smoke<'_>, status: u16, fields: Value) -> Result<String, Stop> {
     let mut lines = Vec::new();
     for api in [Api::Chat, Api::Completions] {
-        let mut request = api.request(&smoke.model_id(), PROMPT);
+        let mut request = api.request(&smoke.model_id(), prompt(api));
         merge(&mut request, &fields);
         let answer = smoke.client.post(api.path(), &Value::Object(request))?;
         lines.push(

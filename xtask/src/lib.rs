@@ -9,10 +9,15 @@
     reason = "printing is what a command line is for"
 )]
 
+pub mod build;
 pub mod bundle;
 pub mod checkpoint;
 pub mod export;
 pub mod fetch;
+pub mod measure;
 pub mod python;
+pub mod reference;
+pub mod serve;
 pub mod server_process;
+pub mod test;
 pub mod workspace;

@@ -1,6 +1,7 @@
 //! `cargo xtask`: the command line for model owners and operators.
 //!
-//! This file only dispatches to the tasks of the library. Exit status 0 is success, 1 failure, 2 wrong usage.
+//! This file only dispatches to the tasks of the library. Exit status 0 is success, 1 failure, 2 wrong usage; `serve` and `test` end with the
+//! status of what they run.
 
 #![expect(
     clippy::print_stderr,
@@ -10,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bundle, export, fetch};
+use xtask::{bundle, export, fetch, measure, serve, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -28,19 +29,25 @@ enum Task {
     Bundle(bundle::Args),
     /// Turn a checkpoint into an ONNX graph in a bundle
     Export(export::Args),
+    /// Fetch, export, check and serve a model
+    Serve(serve::Args),
+    /// Run every test, with all it needs
+    Test(test::Args),
+    /// Measure what the documentation quotes
+    Measure(measure::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
-        Task::Fetch(args) => fetch::run(args),
-        Task::Bundle(args) => bundle::run(args),
-        Task::Export(args) => export::run(args),
+        Task::Fetch(args) => fetch::run(args).map(|()| ExitCode::SUCCESS),
+        Task::Bundle(args) => bundle::run(args).map(|()| ExitCode::SUCCESS),
+        Task::Export(args) => export::run(args).map(|()| ExitCode::SUCCESS),
+        Task::Serve(args) => serve::run(args),
+        Task::Test(args) => test::run(args),
+        Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
 }

@@ -20,6 +20,8 @@ use tempfile::NamedTempFile;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Attempts to find two free ports that nobody takes before the server binds them.
 const PORT_ATTEMPTS: usize = 5;
+/// The server's exit code when a port can't be had.
+const EXIT_UNAVAILABLE: i32 = 69;
 /// Most of a captured log that an error shows.
 const LOG_TAIL_BYTES: usize = 8 << 10;
 
@@ -138,9 +140,14 @@ impl ServerCommand {
             let mut server = self.start(listen, admin_listen)?;
             match server.wait_ready(deadline) {
                 Ok(()) => return Ok(server),
-                Err(error)
-                    if attempt < PORT_ATTEMPTS && format!("{error:#}").contains("in use") => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    let port_taken = server
+                        .exited
+                        .is_some_and(|status| status.code() == Some(EXIT_UNAVAILABLE));
+                    if !port_taken || attempt == PORT_ATTEMPTS {
+                        return Err(error);
+                    }
+                }
             }
         }
         unreachable!("the last attempt returns")
@@ -238,18 +245,22 @@ impl ServerProcess {
         }
     }
 
-    /// Sends a signal to the server.
-    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        if self.exited.is_none() {
-            let id = i32::try_from(self.child.id()).context("the process id is too large")?;
-            kill(Pid::from_raw(id), signal).context("cannot signal the server")?;
-        }
-        Ok(())
+    /// Waits for the server to end, however long it takes.
+    pub fn wait_forever(&mut self) -> anyhow::Result<ExitStatus> {
+        let status = self.child.wait().context("cannot wait for the server")?;
+        self.exited = Some(status);
+        Ok(status)
+    }
+
+    /// What sends signals to the server, from any thread.
+    pub fn signaller(&self) -> Signaller {
+        // The kernel's process ids are positive 32-bit numbers.
+        Signaller(Pid::from_raw(self.child.id().cast_signed()))
     }
 
     /// Asks the server to stop and waits until it has.
     pub fn stop(mut self, deadline: Duration) -> anyhow::Result<ExitStatus> {
-        self.signal(Signal::SIGTERM)?;
+        self.signaller().send(Signal::SIGTERM)?;
         self.wait(deadline)
     }
 
@@ -264,14 +275,25 @@ impl ServerProcess {
         }
     }
 
-    /// The end of the log, for an error message.
-    fn log_tail(&self) -> String {
+    /// The end of the log, for an error message; empty when the output is not captured.
+    pub fn log_tail(&self) -> String {
         let log = self.log();
         if log.is_empty() {
             return String::new();
         }
         let start = log.ceil_char_boundary(log.len().saturating_sub(LOG_TAIL_BYTES));
         format!("\n--- the server's log ---\n{}", log[start..].trim_end())
+    }
+}
+
+/// Sends signals to a server. Only of use while its [`ServerProcess`] is there: later the number may be another process's.
+#[derive(Clone, Copy, Debug)]
+pub struct Signaller(Pid);
+
+impl Signaller {
+    /// Sends `signal`.
+    pub fn send(self, signal: Signal) -> anyhow::Result<()> {
+        kill(self.0, signal).context("cannot signal the server")
     }
 }
 

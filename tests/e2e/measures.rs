@@ -1,0 +1,35 @@
+//! The figures of `cargo xtask measure`, held to their limits.
+
+use outrider_bundle::manifest::Precision;
+use outrider_tests::fixtures;
+use outrider_tests::servers::{self, Servers};
+use xtask::measure::{MEMORY_RATIO_LIMIT, measure_memory, measure_perplexity};
+
+/// int8 may be this much worse than fp32.
+const INT8_PERPLEXITY_LIMIT: f64 = 1.03;
+
+pub fn int8_perplexity_is_within_three_percent_of_fp32(_: &Servers) -> anyhow::Result<()> {
+    let text = fixtures::data("data/alice-chapter-1.txt");
+    let fp32 = measure_perplexity(&servers::command(Precision::Fp32)?, &text)?;
+    let int8 = measure_perplexity(&servers::command(Precision::Int8)?, &text)?;
+    assert!(fp32.tokens >= 2000, "the text is too short: {fp32}");
+    assert_eq!(fp32.tokens, int8.tokens);
+    let ratio = int8.value() / fp32.value();
+    assert!(
+        ratio <= INT8_PERPLEXITY_LIMIT,
+        "fp32 {fp32}, int8 {int8}: {ratio}"
+    );
+    // A model that gives every token the same probability, or a text it knows by heart, would prove nothing.
+    assert!((2.0..100.0).contains(&fp32.value()), "{fp32}");
+    Ok(())
+}
+
+pub fn fp32_memory_is_little_more_than_weights_and_kv_slab(_: &Servers) -> anyhow::Result<()> {
+    let memory = measure_memory(&servers::command(Precision::Fp32)?)?;
+    assert!(memory.ratio() <= MEMORY_RATIO_LIMIT, "{memory}");
+    assert!(
+        memory.ratio() >= 0.9,
+        "less than the weights is resident, so this measured something else: {memory}"
+    );
+    Ok(())
+}

@@ -1,0 +1,61 @@
+//! Builds binaries of the workspace with cargo and says where they are.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+
+use crate::workspace::Workspace;
+
+/// Which cargo profile to build with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// Optimised, with assertions: what tests and `cargo xtask serve` use.
+    Dev,
+    /// What is shipped.
+    Release,
+}
+
+/// The cargo that runs this task, else the one on the path.
+pub fn cargo(workspace: &Workspace) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(workspace.root());
+    command
+}
+
+/// Builds `outrider-server`.
+pub fn server(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf> {
+    let mut command = cargo(workspace);
+    // All members are selected, so that their features unite as they do for `cargo test --workspace`; only this one is built.
+    command.args([
+        "build",
+        "--quiet",
+        "--workspace",
+        "--bin",
+        "outrider-server",
+    ]);
+    command.args(["--message-format", "json-render-diagnostics"]);
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    let output = command
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("cargo could not build outrider-server: {}", output.status);
+    }
+    executable(&output.stdout).context("cargo named no outrider-server executable")
+}
+
+/// The executable among cargo's messages, one JSON object a line.
+fn executable(messages: &[u8]) -> Option<PathBuf> {
+    messages
+        .split(|&byte| byte == b'\n')
+        .rev()
+        .find_map(|line| {
+            let message: Value = serde_json::from_slice(line).ok()?;
+            Some(PathBuf::from(message["executable"].as_str()?))
+        })
+}

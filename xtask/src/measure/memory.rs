@@ -1,0 +1,176 @@
+//! Resident memory of a server after load and 50 requests, against what it must hold: the weights once, and the KV slab.
+
+use std::fmt;
+use std::fs;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use outrider_bundle::Manifest;
+use outrider_bundle::manifest::TargetFacts;
+use outrider_verify::client::{Client, ClientOptions};
+use outrider_verify::wire::Api;
+use serde_json::json;
+
+use crate::server_process::ServerCommand;
+
+const REQUESTS: usize = 50;
+/// Slots of the measured server; as many requests run at a time, so that every slot is used.
+const SLOTS: usize = 8;
+/// Kept small, so that the slab can't hide what the rest takes.
+const CONTEXT_TOKENS: usize = 256;
+const START_DEADLINE: Duration = Duration::from_secs(180);
+/// Most resident memory for each byte of weights and slab.
+pub const MEMORY_RATIO_LIMIT: f64 = 1.25;
+
+/// What a server holds, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Requests served before measuring.
+    pub requests: usize,
+    /// Resident size of the process.
+    pub resident_bytes: u64,
+    /// Largest resident size so far, the start included.
+    pub peak_bytes: u64,
+    /// Weights, as they are in the bundle's files.
+    pub weights_bytes: u64,
+    /// KV slab, as slots, context and model give it.
+    pub kv_slab_bytes: u64,
+}
+
+impl Memory {
+    /// Resident bytes for each byte that must be held.
+    pub fn ratio(&self) -> f64 {
+        self.resident_bytes as f64 / (self.weights_bytes + self.kv_slab_bytes) as f64
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        writeln!(
+            f,
+            "after {} requests on {SLOTS} slots of {CONTEXT_TOKENS} tokens, in MiB",
+            self.requests
+        )?;
+        writeln!(f, "  weights   {:8.1}", mib(self.weights_bytes))?;
+        writeln!(f, "  KV slab   {:8.1}", mib(self.kv_slab_bytes))?;
+        writeln!(f, "  resident  {:8.1}", mib(self.resident_bytes))?;
+        writeln!(f, "  peak      {:8.1}", mib(self.peak_bytes))?;
+        write!(
+            f,
+            "resident / (weights + KV slab) = {:.3}, limit {MEMORY_RATIO_LIMIT}",
+            self.ratio()
+        )
+    }
+}
+
+/// Starts the server, sends the requests and reads the kernel's figures of the process.
+pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
+    let bundle = command
+        .settings
+        .iter()
+        .rfind(|(key, _)| key == "serving.bundle")
+        .context("the command serves no bundle")?;
+    let manifest = Manifest::load(bundle.1.as_ref())?;
+    let server = command
+        .clone()
+        .set("serving.runtime.context_tokens", CONTEXT_TOKENS)
+        .set("serving.runtime.max_concurrency", SLOTS)
+        .start_ready(START_DEADLINE)?;
+    send_requests(&server.endpoint(), &manifest.name)?;
+    let status_file = format!("/proc/{}/status", server.id());
+    let status =
+        fs::read_to_string(&status_file).with_context(|| format!("cannot read {status_file}"))?;
+    Ok(Memory {
+        requests: REQUESTS,
+        resident_bytes: status_bytes(&status, "VmRSS").context("the kernel gives no VmRSS")?,
+        peak_bytes: status_bytes(&status, "VmHWM").context("the kernel gives no VmHWM")?,
+        weights_bytes: weights_bytes(&manifest),
+        kv_slab_bytes: kv_slab_bytes(&manifest.target)?,
+    })
+}
+
+/// As many requests at a time as there are slots, with prompts from a few tokens to most of a slot.
+fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
+    let next = AtomicUsize::new(0);
+    let send = || -> anyhow::Result<()> {
+        let client = Client::new(endpoint, ClientOptions::default())?;
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= REQUESTS {
+                return Ok(());
+            }
+            let prompt = "The ship came in. ".repeat(1 + number % 40);
+            let api = if number.is_multiple_of(2) {
+                Api::Completions
+            } else {
+                Api::Chat
+            };
+            let mut request = api.request(model, &prompt);
+            request.insert("max_tokens".to_owned(), json!(8));
+            request.insert("seed".to_owned(), json!(number));
+            let response = client.post(api.path(), &request.into())?;
+            if response.status != 200 {
+                bail!(
+                    "request {number} was answered {} {}",
+                    response.status,
+                    response.text()
+                );
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let senders: Vec<_> = (0..SLOTS).map(|_| scope.spawn(send)).collect();
+        senders
+            .into_iter()
+            .try_for_each(|sender| sender.join().expect("a sender does not panic"))
+    })
+}
+
+/// Every file of the bundle that is not text for people or tokenizers: graph and its data.
+fn weights_bytes(manifest: &Manifest) -> u64 {
+    let graph = &manifest.target.graph;
+    let of_graph = manifest
+        .files
+        .iter()
+        .filter(|(path, _)| path.starts_with(graph.as_str()));
+    of_graph.map(|(_, file)| file.size_bytes).sum()
+}
+
+fn kv_slab_bytes(target: &TargetFacts) -> anyhow::Result<u64> {
+    let element_bytes = match target.kv_dtype.as_str() {
+        "float32" => 4,
+        "float16" | "bfloat16" => 2,
+        other => bail!("unknown KV element type {other}"),
+    };
+    let row_bytes = target.layers * 2 * target.kv_heads * target.head_dim * element_bytes;
+    Ok((row_bytes * CONTEXT_TOKENS * SLOTS) as u64)
+}
+
+/// A value of `/proc/PID/status`, which counts in units of 1024 bytes.
+fn status_bytes(status: &str, name: &str) -> Option<u64> {
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim()
+        .strip_suffix(" kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()
+        .map(|kilobytes| kilobytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_figures_are_read_by_their_whole_name() {
+        let status = "Name:\tserver\nVmHWM:\t  700 kB\nVmRSS:\t  512 kB\nVmRSSx:\t 1 kB\n";
+        assert_eq!(status_bytes(status, "VmRSS"), Some(512 * 1024));
+        assert_eq!(status_bytes(status, "VmHWM"), Some(700 * 1024));
+        assert_eq!(status_bytes(status, "VmR"), None);
+    }
+}

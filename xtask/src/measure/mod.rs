@@ -1,0 +1,76 @@
+//! `cargo xtask measure`: figures that the documentation quotes, each measured on a real server.
+
+mod memory;
+mod perplexity;
+
+pub use memory::{MEMORY_RATIO_LIMIT, Memory, measure_memory};
+pub use perplexity::{Perplexity, measure_perplexity};
+
+use std::path::PathBuf;
+
+use outrider_bundle::manifest::Precision;
+
+use crate::build;
+use crate::reference;
+use crate::server_process::ServerCommand;
+use crate::workspace::Workspace;
+
+/// Arguments of `cargo xtask measure`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Perplexity of a model on a text, measured through the server
+    Perplexity {
+        /// Bundle directory; the reference model in int8 when not given
+        #[arg(long, value_name = "DIR")]
+        bundle: Option<PathBuf>,
+        /// Text file; the one in tests/data when not given
+        #[arg(long, value_name = "FILE")]
+        text: Option<PathBuf>,
+    },
+    /// Resident memory of the server after 50 requests, against weights and KV slab
+    Memory {
+        /// Bundle directory; the reference model in fp32 when not given
+        #[arg(long, value_name = "DIR")]
+        bundle: Option<PathBuf>,
+    },
+}
+
+/// Runs the subcommand.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let workspace = Workspace::find()?;
+    match args.command {
+        Command::Perplexity { bundle, text } => {
+            let command = server(&workspace, bundle, Precision::Int8)?;
+            let text = text.unwrap_or_else(|| workspace.root().join(perplexity::DEFAULT_TEXT));
+            println!("{}", measure_perplexity(&command, &text)?);
+        }
+        Command::Memory { bundle } => {
+            let command = server(&workspace, bundle, Precision::Fp32)?;
+            println!("{}", measure_memory(&command)?);
+        }
+    }
+    Ok(())
+}
+
+fn server(
+    workspace: &Workspace,
+    bundle: Option<PathBuf>,
+    precision: Precision,
+) -> anyhow::Result<ServerCommand> {
+    let onnxruntime = reference::onnxruntime(workspace)?;
+    let bundle = match bundle {
+        Some(bundle) => bundle,
+        None => reference::ensure(workspace, precision)?,
+    };
+    ServerCommand::new(
+        build::server(workspace, build::Profile::Dev)?,
+        &bundle,
+        &onnxruntime,
+    )
+}
