@@ -4,7 +4,7 @@
 //! 69 for a port or log file that cannot be had, 70 for a fault of the server itself.
 
 use std::fmt;
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -175,7 +175,9 @@ fn start_logging(config: &Config) -> Result<(), String> {
         .with_max_level(config.logging.level)
         .with_target(false);
     let Some(path) = &config.logging.path else {
-        let builder = builder.with_writer(std::io::stderr);
+        let builder = builder
+            .with_ansi(std::io::stderr().is_terminal())
+            .with_writer(std::io::stderr);
         match config.logging.format {
             LogFormat::Text => builder.init(),
             LogFormat::Json => builder.json().flatten_event(true).init(),

@@ -1,22 +1,10 @@
 //! What the width probe says of real graphs.
 
 use outrider_server::model::probe::probe;
-use outrider_server::model::{
-    ExecutionProvider, LosslessClass, OnnxTarget, TargetOptions, runtime,
-};
+use outrider_server::model::{LosslessClass, OnnxTarget};
 
+use crate::options;
 use crate::tiny::{self, Head};
-
-fn options() -> TargetOptions {
-    TargetOptions {
-        library: runtime::library_for_tests(),
-        execution_provider: ExecutionProvider::Cpu,
-        slots: 4,
-        context_tokens: None,
-        kv_limit_bytes: 1 << 30,
-        intra_op_threads: 2,
-    }
-}
 
 #[test]
 fn a_graph_whose_rows_share_a_quantisation_scale_is_class_none() {
