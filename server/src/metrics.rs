@@ -36,6 +36,11 @@ const REQUEST_SECONDS: &[f64] = &[
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
 ];
 
+/// From a step of a small model to a long prefill of a large one.
+const STEP_SECONDS: &[f64] = &[
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
+];
+
 const HTTP_REQUESTS: &str = "outrider_http_requests_total";
 const HTTP_ERRORS: &str = "outrider_http_errors_total";
 const HTTP_REQUEST_SECONDS: &str = "outrider_http_request_duration_seconds";
@@ -112,6 +117,24 @@ pub const METRICS: &[Metric] = &[
         help: "Completions that wait for a slot",
     },
     Metric {
+        name: "outrider_step_seconds",
+        kind: Kind::Histogram(STEP_SECONDS),
+        labels: &[],
+        help: "Time of one engine step over all running completions",
+    },
+    Metric {
+        name: "outrider_prompt_tokens_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Prompt tokens computed",
+    },
+    Metric {
+        name: "outrider_generated_tokens_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Tokens generated and committed",
+    },
+    Metric {
         name: MODEL_INFO,
         kind: Kind::Gauge,
         labels: &["model", "bundle_digest", "lossless_class"],
@@ -159,7 +182,7 @@ pub fn install() -> &'static PrometheusHandle {
 
 /// One request ended.
 pub fn http_request(
-    method: &str,
+    method: &'static str,
     route: &str,
     status: u16,
     code: Option<&'static str>,
@@ -167,7 +190,7 @@ pub fn http_request(
 ) {
     metrics::counter!(
         HTTP_REQUESTS,
-        "method" => method.to_owned(), "route" => route.to_owned(), "status" => status.to_string()
+        "method" => method, "route" => route.to_owned(), "status" => status.to_string()
     )
     .increment(1);
     metrics::histogram!(HTTP_REQUEST_SECONDS, "route" => route.to_owned()).record(seconds);
@@ -230,6 +253,86 @@ pub fn snapshot(snapshot: &Snapshot<'_>) {
                 "lossless_class" => class
             )
             .set(1.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names of metrics in the source of `dir`, tests and this file left out.
+    fn names_in(dir: &std::path::Path, names: &mut Vec<String>) {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                names_in(&path, names);
+            } else if !path.ends_with("src/metrics.rs")
+                && path.extension().is_some_and(|extension| extension == "rs")
+            {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let quoted = text.split('"').skip(1).step_by(2);
+                let is_metric = |name: &&str| {
+                    name.starts_with("outrider_")
+                        && name
+                            .bytes()
+                            .all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+                };
+                names.extend(quoted.filter(is_metric).map(str::to_owned));
+            }
+        }
+    }
+
+    #[test]
+    fn every_metric_is_documented_and_no_other_is() {
+        let document = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md");
+        let text = std::fs::read_to_string(document).unwrap();
+        let rows: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("| `outrider_"))
+            .collect();
+        let table: Vec<String> = METRICS
+            .iter()
+            .map(|metric| {
+                let kind = match metric.kind {
+                    Kind::Counter => "counter",
+                    Kind::Gauge => "gauge",
+                    Kind::Histogram(_) => "histogram",
+                };
+                let labels: Vec<String> = metric
+                    .labels
+                    .iter()
+                    .map(|label| format!("`{label}`"))
+                    .collect();
+                format!(
+                    "| `{}` | {kind} | {} | {} |",
+                    metric.name,
+                    labels.join(", "),
+                    metric.help
+                )
+            })
+            .collect();
+        assert_eq!(
+            rows,
+            table,
+            "docs/metrics.md must hold these rows:\n{}",
+            table.join("\n")
+        );
+    }
+
+    #[test]
+    fn a_metric_recorded_anywhere_is_in_the_table() {
+        let mut names = Vec::new();
+        names_in(
+            std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src")),
+            &mut names,
+        );
+        assert!(!names.is_empty());
+        for name in names {
+            assert!(
+                METRICS.iter().any(|metric| metric.name == name),
+                "{name} is not in the table"
+            );
         }
     }
 }

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
+use actix_web::http::Method;
 use actix_web::http::header::{HeaderName, HeaderValue};
 use actix_web::middleware::Next;
 use actix_web::{Error, HttpMessage, ResponseError, web};
@@ -35,7 +36,7 @@ pub struct AccessRecord(Rc<RefCell<Record>>);
 
 struct Record {
     request_id: String,
-    method: String,
+    method: &'static str,
     route: String,
     began: Instant,
     status: Option<u16>,
@@ -59,11 +60,11 @@ impl AccessRecord {
     /// Notes that the answer is, or ends with, an error; logs what operators should know of it.
     pub fn failed(&self, error: &ApiError) {
         let mut record = self.0.borrow_mut();
-        record.code = Some(error.code());
+        record.code = Some(error.code().as_str());
         if let Some(cause) = error.log() {
             tracing::error!(
                 request_id = record.request_id,
-                code = error.code(),
+                code = error.code().as_str(),
                 cause,
                 "request failed"
             );
@@ -79,7 +80,7 @@ impl Drop for Record {
             _ => CLIENT_GONE,
         };
         let seconds = self.began.elapsed().as_secs_f64();
-        metrics::http_request(&self.method, &self.route, status, self.code, seconds);
+        metrics::http_request(self.method, &self.route, status, self.code, seconds);
         tracing::info!(
             request_id = self.request_id,
             method = self.method,
@@ -108,7 +109,7 @@ pub async fn observe(
     let draining = drain.draining();
     let record = AccessRecord(Rc::new(RefCell::new(Record {
         request_id: request_id.clone(),
-        method: request.method().to_string(),
+        method: method_name(request.method()),
         route: "unmatched".to_owned(),
         began: Instant::now(),
         status: None,
@@ -154,6 +155,20 @@ pub async fn observe(
         response.headers_mut().insert(REQUEST_ID, value);
     }
     Ok(response.map_body(|_, body| BoxBody::new(Observed { body, record })))
+}
+
+/// The name of a method in log and metrics; a caller can make up any number of others.
+fn method_name(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::PATCH => "PATCH",
+        Method::DELETE => "DELETE",
+        Method::HEAD => "HEAD",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    }
 }
 
 /// The caller's identifier when it is short and plain, else a new one.

@@ -10,6 +10,8 @@ use std::ops::RangeInclusive;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
+use super::code::Code;
+
 /// A field that breaks a rule.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FieldError {
@@ -73,19 +75,19 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// The machine-readable code, as OpenAI names it where OpenAI has one.
-    pub fn code(&self) -> &'static str {
+    /// The code that callers see.
+    pub fn code(&self) -> Code {
         match self {
-            Self::Missing => "missing_required_parameter",
-            Self::Unknown { .. } => "unknown_parameter",
-            Self::Unsupported => "unsupported_parameter",
-            Self::Type { .. } => "invalid_type",
-            Self::TooSmall { .. } => "value_below_minimum",
-            Self::TooLarge { .. } => "value_above_maximum",
-            Self::Value { .. } => "unsupported_value",
-            Self::Empty => "empty_value",
-            Self::TooMany { .. } => "array_above_max_length",
-            Self::Conflict(_) => "conflicting_parameters",
+            Self::Missing => Code::MissingParameter,
+            Self::Unknown { .. } => Code::UnknownParameter,
+            Self::Unsupported => Code::UnsupportedParameter,
+            Self::Type { .. } => Code::InvalidType,
+            Self::TooSmall { .. } => Code::BelowMinimum,
+            Self::TooLarge { .. } => Code::AboveMaximum,
+            Self::Value { .. } => Code::UnsupportedValue,
+            Self::Empty => Code::EmptyValue,
+            Self::TooMany { .. } => Code::TooManyEntries,
+            Self::Conflict(_) => Code::ConflictingParameters,
         }
     }
 }
@@ -403,7 +405,7 @@ pub fn shown(value: &Value) -> String {
 }
 
 /// Keeps what a caller sent from filling an error message.
-fn shorten(text: &str) -> String {
+pub fn shorten(text: &str) -> String {
     const LONGEST: usize = 64;
     if text.chars().count() <= LONGEST {
         return text.to_owned();

@@ -8,6 +8,7 @@ mod access;
 pub mod admin;
 pub mod backend;
 mod choices;
+pub mod code;
 pub mod error;
 mod fields;
 mod generate;

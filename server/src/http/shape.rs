@@ -210,7 +210,9 @@ impl ChoiceWriter {
         chunk: bool,
     ) -> ChoiceBody {
         let first = !std::mem::replace(&mut self.begun, true);
-        let logprobs = head.logprobs.then(|| match head.shape {
+        // A chunk without tokens, such as the last one, has none to report.
+        let has_logprobs = !chunk || !piece.logprobs.is_empty() || piece.prompt_logprobs.is_some();
+        let logprobs = (head.logprobs && has_logprobs).then(|| match head.shape {
             Shape::Completion => {
                 Logprobs::Completion(self.completion_logprobs(backend, choice, &piece, first))
             }

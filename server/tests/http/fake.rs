@@ -25,6 +25,7 @@ pub struct FakeBackend {
     answer: Answer,
     requests: Mutex<Vec<Request>>,
     status: Mutex<EngineStatus>,
+    on_stop: Box<dyn Fn() + Send + Sync>,
 }
 
 impl FakeBackend {
@@ -61,6 +62,7 @@ impl FakeBackend {
                 running: 1,
                 waiting: 2,
             }),
+            on_stop: Box::new(|| {}),
         }
     }
 
@@ -71,6 +73,12 @@ impl FakeBackend {
 
     pub fn with_draft(mut self) -> Self {
         self.card.draft = true;
+        self
+    }
+
+    /// Calls this when the engine is told to stop.
+    pub fn on_stop(mut self, call: impl Fn() + Send + Sync + 'static) -> Self {
+        self.on_stop = Box::new(call);
         self
     }
 
@@ -123,7 +131,9 @@ impl Backend for FakeBackend {
         (self.answer)(&request)
     }
 
-    fn stop(&self) {}
+    fn stop(&self) {
+        (self.on_stop)();
+    }
 
     fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         Ok(bytes(text))

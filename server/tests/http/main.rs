@@ -3,4 +3,7 @@
 mod fake;
 mod server;
 
+mod admin;
 mod answers;
+mod fields;
+mod transport;
