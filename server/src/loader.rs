@@ -59,6 +59,13 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         "bundle verified"
     );
 
+    if config.speculative.enabled && !card.draft {
+        tracing::warn!(
+            key = "serving.speculative.enabled",
+            "no draft is loaded, serving without drafting"
+        );
+    }
+
     let options = EngineOptions {
         queue_capacity: config.runtime.queue_capacity,
         prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,

@@ -14,6 +14,11 @@ use clap::Parser;
 use outrider_server::config::{self, Config, LogFormat, Sources};
 use outrider_server::loader;
 use outrider_server::service::{self, Ending};
+use tracing::Level;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// OpenAI-compatible ONNX Runtime server with block-parallel drafting and unchanged output.
 #[derive(Parser)]
@@ -171,40 +176,53 @@ fn bind(key: &str, address: SocketAddr) -> Result<TcpListener, ExitCode> {
 }
 
 fn start_logging(config: &Config) -> Result<(), String> {
-    let builder = tracing_subscriber::fmt()
-        .with_max_level(config.logging.level)
-        .with_target(false);
-    let Some(path) = &config.logging.path else {
-        let builder = builder
-            .with_ansi(std::io::stderr().is_terminal())
-            .with_writer(std::io::stderr);
-        match config.logging.format {
-            LogFormat::Text => builder.init(),
-            LogFormat::Json => builder.json().flatten_event(true).init(),
+    let writer = match &config.logging.path {
+        None => BoxMakeWriter::new(std::io::stderr),
+        Some(path) => {
+            let file = std::fs::OpenOptions::new()
+                .create(true)
+                .append(true)
+                .open(path);
+            BoxMakeWriter::new(Mutex::new(file.map_err(|error| {
+                format!(
+                    "cannot append to {} (serving.logging.path): {error}",
+                    path.display()
+                )
+            })?))
         }
-        return Ok(());
     };
-    let file = std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path)
-        .map_err(|error| {
-            format!(
-                "cannot append to {} (serving.logging.path): {error}",
-                path.display()
-            )
-        })?;
-    let builder = builder.with_ansi(false).with_writer(Mutex::new(file));
-    match config.logging.format {
-        LogFormat::Text => builder.init(),
-        LogFormat::Json => builder.json().flatten_event(true).init(),
-    }
+    let colours = config.logging.path.is_none() && std::io::stderr().is_terminal();
+    let output = tracing_subscriber::fmt::layer()
+        .with_target(false)
+        .with_ansi(colours)
+        .with_writer(writer);
+    let output = match config.logging.format {
+        LogFormat::Text => output.boxed(),
+        LogFormat::Json => output.json().flatten_event(true).boxed(),
+    };
+    // The libraries below have much to say that is of no use to an operator, until one looks for a fault.
+    let level = config.logging.level;
+    let of_libraries = if level > Level::INFO {
+        level
+    } else {
+        level.min(Level::WARN)
+    };
+    let filter = Targets::new()
+        .with_default(of_libraries)
+        .with_target("outrider", level);
+    tracing_subscriber::registry()
+        .with(output.with_filter(filter))
+        .init();
     Ok(())
 }
 
 fn log_start(config: &Config) {
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), "starting");
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        configuration = config.to_json(),
+        "starting"
+    );
     for (key, value, origin) in config.overrides() {
-        tracing::info!(key, value, %origin, "configuration");
+        tracing::info!(key, value, %origin, "configured");
     }
 }

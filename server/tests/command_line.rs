@@ -154,9 +154,12 @@ fn every_line_of_a_json_log_is_an_object_with_fields() {
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
     let configured = |record: &&serde_json::Value| {
-        record["message"] == "configuration" && record["key"] == "serving.bundle"
+        record["message"] == "configured" && record["key"] == "serving.bundle"
     };
     let bundle = records.iter().find(configured).unwrap();
-    assert_eq!(bundle["value"], "\"/nowhere/model\"");
+    assert_eq!(bundle["value"], "/nowhere/model");
     assert_eq!(bundle["origin"], "command line");
+    let whole: serde_json::Value =
+        serde_json::from_str(records[0]["configuration"].as_str().unwrap()).unwrap();
+    assert_eq!(whole["serving"]["runtime"]["max_concurrency"], 8);
 }

@@ -94,11 +94,11 @@ struct Loader {
 }
 
 /// A life whose loader provides `backend` when told to and stays until told to end.
-fn begin_with(backend: FakeBackend, grace_ms: &str) -> (Life, Loader) {
+fn begin_with(mut backend: FakeBackend, grace_ms: &str) -> (Life, Loader) {
     let (go, may_go) = mpsc::channel();
     let (end, may_end) = mpsc::channel();
     let stop = end.clone();
-    let backend = backend.on_stop(move || stop.send(Ok(())).unwrap());
+    backend.on_stop = Box::new(move || stop.send(Ok(())).unwrap());
     let life = Life::begin(grace_ms, move |context| {
         may_go.recv().unwrap();
         (context.provide)(Arc::new(backend));

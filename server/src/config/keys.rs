@@ -217,7 +217,7 @@ pub const KEYS: &[Key] = &[
         path: "serving.runtime.max_completions_per_request",
         kind: Kind::Integer { min: 1, max: 1024 },
         default: Default::Value("8"),
-        help: "Most completions of one request: prompts times n.",
+        help: "Most completions of one request: prompts times n. At most queue_capacity.",
     },
     Key {
         path: "serving.runtime.request_body_limit_bytes",

@@ -83,6 +83,16 @@ impl Layer {
         })
     }
 
+    /// The values, in their groups.
+    pub fn values(&self) -> &Dict {
+        &self.values
+    }
+
+    /// Where a key of this layer came from.
+    pub fn origin(&self, path: &str) -> Origin {
+        Origin::of(Some(&self.metadata), path)
+    }
+
     /// The variables that start with [`ENVIRONMENT_PREFIX`]; `__` separates the parts of a key, in any case.
     pub fn environment(variables: impl IntoIterator<Item = (String, String)>) -> Self {
         let settings = variables.into_iter().filter_map(|(name, value)| {

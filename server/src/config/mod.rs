@@ -157,24 +157,20 @@ enum Scalar {
 impl Config {
     /// Merges the layers and checks every key; reports every fault it finds.
     pub fn load(sources: &Sources) -> Result<Self, ConfigError> {
-        let mut figment = Figment::new();
+        let mut layers = Vec::new();
         if let Some(path) = &sources.file {
-            figment = figment.merge(Layer::file(path)?);
+            layers.push(Layer::file(path)?);
         }
-        figment = figment
-            .merge(Layer::environment(sources.environment.iter().cloned()))
-            .merge(Layer::flags(sources.flags.iter().cloned()));
-        let merged = figment::Provider::data(&figment)
-            .map(|profiles| profiles.into_values().next().unwrap_or_default())
-            .unwrap_or_default();
+        layers.push(Layer::environment(sources.environment.iter().cloned()));
+        layers.push(Layer::flags(sources.flags.iter().cloned()));
 
-        let mut reader = Reader {
-            figment: &figment,
-            leaves: Vec::new(),
-            faults: Vec::new(),
-        };
-        reader.walk("", &merged);
-        let (settings, mut faults) = reader.settings();
+        let mut faults = Vec::new();
+        for layer in &layers {
+            // Each layer by itself: a later one must not hide what is wrong with the shape of an earlier one.
+            find_strangers(layer, "", layer.values(), &mut faults);
+        }
+        let figment = layers.into_iter().fold(Figment::new(), Figment::merge);
+        let settings = read_settings(&figment, &mut faults);
         faults.extend(conflicts(&settings));
         if faults.is_empty() {
             Ok(Self::of(settings))
@@ -250,16 +246,22 @@ impl Config {
         reference::effective(&self.settings)
     }
 
+    /// The effective configuration as one line of JSON, for the log.
+    pub fn to_json(&self) -> String {
+        reference::effective_json(&self.settings)
+    }
+
     /// Every key that is not at its default, with its value and where it came from, for the log.
     pub fn overrides(&self) -> impl Iterator<Item = (&'static str, String, &Origin)> {
         self.settings
             .iter()
             .filter(|setting| setting.origin != Origin::Default)
             .map(|setting| {
-                let value = setting
-                    .value
-                    .as_ref()
-                    .map_or_else(|| "null".to_owned(), Scalar::to_string);
+                let value = match &setting.value {
+                    Some(Scalar::Text(text)) => text.clone(),
+                    Some(other) => other.to_string(),
+                    None => "null".to_owned(),
+                };
                 (setting.key.path, value, &setting.origin)
             })
     }
@@ -311,90 +313,83 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Walks the merged layers and turns them into settings and faults.
-struct Reader<'a> {
-    figment: &'a Figment,
-    leaves: Vec<(&'static Key, Value)>,
-    faults: Vec<Fault>,
+/// Finds keys that are not known, and values where a group of keys belongs.
+fn find_strangers(layer: &Layer, prefix: &str, values: &Dict, faults: &mut Vec<Fault>) {
+    for (name, value) in values {
+        let name = if name.contains('.') {
+            format!("\"{name}\"")
+        } else {
+            name.clone()
+        };
+        let path = if prefix.is_empty() {
+            name
+        } else {
+            format!("{prefix}.{name}")
+        };
+        if KEYS.iter().any(|key| key.path == path) {
+            continue;
+        }
+        let is_group = KEYS.iter().any(|key| is_below(key.path, &path));
+        let problem = match value {
+            Value::Dict(_, inner) if is_group => {
+                find_strangers(layer, &path, inner, faults);
+                continue;
+            }
+            Value::Empty(..) if is_group => continue,
+            _ if is_group => Problem::NotAGroup,
+            _ => Problem::UnknownKey {
+                suggestion: suggestion(&path, known_paths()),
+            },
+        };
+        faults.push(Fault {
+            value: is_group.then(|| show(value)),
+            origin: layer.origin(&path),
+            path,
+            problem,
+        });
+    }
 }
 
-impl Reader<'_> {
-    fn origin(&self, value: &Value, path: &str) -> Origin {
-        Origin::of(self.figment.get_metadata(value.tag()), path)
-    }
-
-    fn walk(&mut self, prefix: &str, values: &Dict) {
-        for (name, value) in values {
-            let path = match (prefix, name.contains('.')) {
-                ("", false) => name.clone(),
-                (_, false) => format!("{prefix}.{name}"),
-                ("", true) => format!("\"{name}\""),
-                (_, true) => format!("{prefix}.\"{name}\""),
+/// The value of every key, from the last layer that sets it.
+fn read_settings(figment: &Figment, faults: &mut Vec<Fault>) -> Vec<Setting> {
+    let read_key = |key: &'static Key| {
+        let given = figment
+            .find_value(key.path)
+            .ok()
+            .filter(|value| !matches!(value, Value::Empty(..)));
+        let Some(given) = given else {
+            return Setting {
+                key,
+                value: default_of(key),
+                origin: Origin::Default,
             };
-            if let Some(key) = KEYS.iter().find(|key| key.path == path) {
-                self.leaves.push((key, value.clone()));
-            } else if KEYS.iter().any(|key| is_below(key.path, &path)) {
-                match value {
-                    Value::Dict(_, inner) => self.walk(&path, inner),
-                    Value::Empty(..) => {}
-                    _ => self.faults.push(Fault {
-                        value: Some(show(value)),
-                        origin: self.origin(value, &path),
-                        path,
-                        problem: Problem::NotAGroup,
-                    }),
-                }
-            } else {
-                // The value of a group has no tag of its own that names a source, its first leaf has.
-                let tagged = first_leaf(value);
-                self.faults.push(Fault {
-                    value: None,
-                    origin: self.origin(tagged, &path),
-                    problem: Problem::UnknownKey {
-                        suggestion: suggestion(&path, KEYS.iter().map(|key| key.path)),
-                    },
-                    path,
-                });
-            }
+        };
+        let origin = Origin::of(figment.get_metadata(given.tag()), key.path);
+        let value = read(key.kind, &given, origin.carries_text());
+        if value.is_none() {
+            faults.push(Fault {
+                path: key.path.to_owned(),
+                value: Some(show(&given)),
+                origin: origin.clone(),
+                problem: Problem::NotAllowed { allowed: key.kind },
+            });
         }
-    }
+        Setting { key, value, origin }
+    };
+    KEYS.iter().map(read_key).collect()
+}
 
-    fn settings(mut self) -> (Vec<Setting>, Vec<Fault>) {
-        let mut settings = Vec::with_capacity(KEYS.len());
-        for key in KEYS {
-            let leaf = self.leaves.iter().find(|(leaf, _)| leaf.path == key.path);
-            let (value, origin) = match leaf {
-                Some((_, value)) if !matches!(value, Value::Empty(..)) => {
-                    let origin = self.origin(value, key.path);
-                    let scalar = read(key.kind, value, origin.carries_text());
-                    if scalar.is_none() {
-                        self.faults.push(Fault {
-                            path: key.path.to_owned(),
-                            value: Some(show(value)),
-                            origin: origin.clone(),
-                            problem: Problem::NotAllowed { allowed: key.kind },
-                        });
-                    }
-                    (scalar, origin)
-                }
-                _ => (default_of(key), Origin::Default),
-            };
-            settings.push(Setting { key, value, origin });
-        }
-        (settings, self.faults)
-    }
+/// Paths of all keys and of the groups they are in.
+fn known_paths() -> impl Iterator<Item = &'static str> {
+    KEYS.iter().flat_map(|key| {
+        let groups = key.path.match_indices('.').map(|(end, _)| &key.path[..end]);
+        groups.chain([key.path])
+    })
 }
 
 fn is_below(path: &str, group: &str) -> bool {
     path.strip_prefix(group)
         .is_some_and(|rest| rest.starts_with('.'))
-}
-
-fn first_leaf(value: &Value) -> &Value {
-    match value {
-        Value::Dict(_, inner) => inner.values().next().map_or(value, first_leaf),
-        _ => value,
-    }
 }
 
 fn default_of(key: &Key) -> Option<Scalar> {
@@ -489,13 +484,12 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
     let mut faults = Vec::new();
     let mut fault = |path: &str, problem: Problem| {
         let setting = settings.iter().find(|setting| setting.key.path == path);
-        let set = setting.filter(|setting| setting.origin != Origin::Default);
         faults.push(Fault {
             path: path.to_owned(),
-            value: set
+            value: setting
                 .and_then(|setting| setting.value.as_ref())
                 .map(Scalar::to_string),
-            origin: set.map_or(Origin::Default, |setting| setting.origin.clone()),
+            origin: setting.map_or(Origin::Default, |setting| setting.origin.clone()),
             problem,
         });
     };
@@ -550,14 +544,14 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
             ),
         );
     }
-    let places = values.integer("serving.runtime.max_concurrency")
-        + values.integer("serving.runtime.queue_capacity");
-    let both_are_known = places > 0;
-    if both_are_known && values.integer("serving.runtime.max_completions_per_request") > places {
+    let queue_capacity = values.optional_integer("serving.runtime.queue_capacity");
+    if queue_capacity.is_some_and(|capacity| {
+        values.integer("serving.runtime.max_completions_per_request") > capacity
+    }) {
         fault(
             "serving.runtime.max_completions_per_request",
             Problem::Conflict(
-                "it is above serving.runtime.max_concurrency plus queue_capacity, so such a request could never be queued",
+                "it is above serving.runtime.queue_capacity, so such a request could not be queued",
             ),
         );
     }

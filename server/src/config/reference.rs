@@ -9,6 +9,16 @@ use super::{Scalar, Setting, default_of};
 
 /// Settings as YAML.
 pub(super) fn effective(settings: &[Setting]) -> String {
+    serde_yaml::to_string(&nested(settings)).unwrap_or_default()
+}
+
+/// Settings as one line of JSON.
+pub(super) fn effective_json(settings: &[Setting]) -> String {
+    serde_json::to_string(&nested(settings)).unwrap_or_default()
+}
+
+/// Settings in their groups.
+fn nested(settings: &[Setting]) -> Mapping {
     let mut root = Mapping::new();
     for setting in settings {
         let value = setting.value.as_ref().map_or(Value::Null, yaml);
@@ -26,7 +36,7 @@ pub(super) fn effective(settings: &[Setting]) -> String {
             group = inner;
         }
     }
-    serde_yaml::to_string(&root).unwrap_or_default()
+    root
 }
 
 fn yaml(scalar: &Scalar) -> Value {

@@ -44,7 +44,10 @@ impl Case {
     }
 
     fn fault(&self) -> String {
-        self.load().expect_err("the configuration is faulty")
+        match self.load() {
+            Ok(_) => panic!("this was taken: {:?}", self.file),
+            Err(fault) => fault,
+        }
     }
 }
 
@@ -154,7 +157,7 @@ fn every_fault_of_every_layer_is_reported_at_once() {
         ],
         flags: vec![
             ("serving.shutdown_grace_ms", "-1"),
-            ("serving.logging.format", "xml"),
+            ("serving.speculative.enabled", "maybe"),
         ],
     };
     let faults = case.fault();
@@ -209,6 +212,7 @@ fn each_wrong_value_is_named_with_what_is_allowed() {
         "runtime: {intra_op_threads: 0}",
         "runtime: {queue_capacity: 0}",
         "runtime: {max_completions_per_request: 0}",
+        "runtime: {queue_capacity: 4}",
         "runtime: {max_completions_per_request: 100}",
         "runtime: {request_body_limit_bytes: 10}",
         "runtime: {heartbeat_limit_ms: 1}",

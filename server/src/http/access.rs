@@ -148,7 +148,8 @@ pub async fn observe(
             BodySize::None | BodySize::Sized(0)
         );
         if let Some(route) = response.request().match_pattern() {
-            record.route = route;
+            // Without the expression that says what a parameter may hold.
+            record.route = route.replace(":.+}", "}");
         }
     }
     if let Ok(value) = HeaderValue::from_str(&request_id) {

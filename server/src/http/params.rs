@@ -454,6 +454,7 @@ fn message(value: Value, path: &str) -> FieldResult<ChatMessage> {
     fields.only("annotations", &[json!([])])?;
     fields.only("audio", &[])?;
     fields.only("function_call", &[])?;
+    fields.only("parsed", &[])?;
     fields.only("refusal", &[])?;
     fields.only("tool_call_id", &[])?;
     fields.only("tool_calls", &[json!([])])?;

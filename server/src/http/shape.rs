@@ -4,8 +4,7 @@
 //! Every generated token is listed in `logprobs` and `token_ids`, those of an end-of-sequence token or a stop string too, so both are
 //! as long as `usage.completion_tokens` says; `text` and `content` never hold them.
 
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde::{Serialize, Serializer};
 
 use super::backend::Backend;
 use super::choices::{Choice, Piece};
@@ -135,8 +134,18 @@ struct ChatAlternative {
 struct CompletionLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f32>>,
-    top_logprobs: Vec<Option<Map<String, Value>>>,
+    top_logprobs: Vec<Option<TopLogprobs>>,
     text_offset: Vec<usize>,
+}
+
+/// The most likely tokens by their text, an object in the order of the entries.
+#[derive(Default)]
+struct TopLogprobs(Vec<(String, f32)>);
+
+impl Serialize for TopLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(text, logprob)| (text, logprob)))
+    }
 }
 
 /// Characters of the text of one choice that its tokens have reached.
@@ -326,16 +335,18 @@ impl CompletionLogprobs {
         self.top_logprobs.push(token.map(|token| {
             let chosen = (token.id, token.logprob);
             let is_listed = token.top.iter().any(|(id, _)| *id == token.id);
-            let alternatives = token
+            let mut top = TopLogprobs::default();
+            for (id, logprob) in token
                 .top
                 .iter()
                 .copied()
-                .chain((!is_listed).then_some(chosen));
-            let mut top = Map::new();
-            for (id, logprob) in alternatives {
+                .chain((!is_listed).then_some(chosen))
+            {
                 let text = token_text(&backend.token_bytes(id));
                 // Tokens with equal text share a key; the likelier one, which comes first, keeps it.
-                top.entry(text).or_insert_with(|| finite(logprob).into());
+                if top.0.iter().all(|(known, _)| *known != text) {
+                    top.0.push((text, finite(logprob)));
+                }
             }
             top
         }));

@@ -25,7 +25,8 @@ pub struct FakeBackend {
     answer: Answer,
     requests: Mutex<Vec<Request>>,
     status: Mutex<EngineStatus>,
-    on_stop: Box<dyn Fn() + Send + Sync>,
+    /// Called when the engine is told to stop.
+    pub on_stop: Box<dyn Fn() + Send + Sync>,
 }
 
 impl FakeBackend {
@@ -73,12 +74,6 @@ impl FakeBackend {
 
     pub fn with_draft(mut self) -> Self {
         self.card.draft = true;
-        self
-    }
-
-    /// Calls this when the engine is told to stop.
-    pub fn on_stop(mut self, call: impl Fn() + Send + Sync + 'static) -> Self {
-        self.on_stop = Box::new(call);
         self
     }
 

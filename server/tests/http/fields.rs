@@ -146,7 +146,7 @@ fn each_spelling_of_a_field_means_what_it_says() {
     check(
         CHAT,
         json!({"messages": [{
-            "role": "assistant", "content": "hi", "refusal": null, "annotations": [], "audio": null, "function_call": null, "tool_calls": null,
+            "role": "assistant", "content": "hi", "refusal": null, "annotations": [], "audio": null, "function_call": null, "tool_calls": null, "parsed": null,
         }]}),
         |r| r.prompt == bytes("assistant: hi\n"),
     );
