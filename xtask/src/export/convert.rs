@@ -286,3 +286,140 @@ fn nearest(value: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
     (value + SHIFT) - SHIFT
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noise(length: usize) -> Vec<f32> {
+        (0..length as u32)
+            .map(|index| (index.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.4)
+            .collect()
+    }
+
+    /// What a reader of 4-bit or 8-bit blocks makes of them, padding included.
+    fn values_of(blocks: &BlockQuantised, rows: usize, bits: usize) -> Vec<f32> {
+        let per_row = blocks.scales.len() / rows;
+        let nibble = |bytes: &[u8], index: usize| (bytes[index / 2] >> (4 * (index % 2))) & 15;
+        let mut values = Vec::new();
+        for row in 0..rows {
+            for block in 0..per_row {
+                let scale = blocks.scales[row * per_row + block];
+                let zero_point = match bits {
+                    8 => 128,
+                    _ => nibble(&blocks.zero_points[row * per_row.div_ceil(2)..], block),
+                };
+                for position in 0..BLOCK {
+                    let element = (row * per_row + block) * BLOCK + position;
+                    let level = match bits {
+                        8 => blocks.values[element],
+                        _ => nibble(&blocks.values, element),
+                    };
+                    values.push((f32::from(level) - f32::from(zero_point)) * scale);
+                }
+            }
+        }
+        values
+    }
+
+    #[test]
+    fn a_transposed_matrix_has_rows_for_columns() {
+        for (rows, columns) in [(1, 5), (3, 2), (70, 130), (129, 64)] {
+            let source: Vec<u32> = (0..(rows * columns) as u32).collect();
+            let target = transpose(&source, columns);
+            for row in 0..rows {
+                for column in 0..columns {
+                    assert_eq!(
+                        target[column * rows + row],
+                        source[row * columns + column],
+                        "{rows} x {columns}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn channels_use_the_whole_range_of_their_own_scale() {
+        let mut source = noise(3 * 50);
+        source[50..100].fill(0.0);
+        source[100..].iter_mut().for_each(|value| *value *= 1000.0);
+        let quantised = quantise_channels(&source, 50);
+        for (row, values) in quantised.values.chunks(50).enumerate() {
+            let scale = quantised.scales[row];
+            for (level, value) in values.iter().zip(&source[row * 50..]) {
+                assert!((f32::from(*level) * scale - value).abs() <= scale * 0.501);
+            }
+            let largest = values.iter().map(|level| level.unsigned_abs()).max();
+            assert_eq!(largest, Some(if row == 1 { 0 } else { 127 }));
+        }
+    }
+
+    #[test]
+    fn blocks_come_back_within_half_a_level_and_zeros_exactly() {
+        // 75 columns: two blocks and a third that is padded.
+        let (rows, columns, padded) = (4, 75, 96);
+        let mut source = noise(rows * columns);
+        source[columns..columns + 40].fill(0.0);
+        let eight = values_of(&quantise_blocks_8(&source, columns), rows, 8);
+        let four = values_of(&quantise_blocks_4(&source, columns), rows, 4);
+        for row in 0..rows {
+            for column in 0..padded {
+                let value = match column {
+                    0..75 => source[row * columns + column],
+                    _ => 0.0,
+                };
+                let at = row * padded + column;
+                if value == 0.0 {
+                    assert_eq!((eight[at], four[at]), (0.0, 0.0));
+                }
+                // The range is 1, and least squares may clip its ends.
+                assert!((eight[at] - value).abs() < 0.6 / 127.0 * 0.6);
+                assert!((four[at] - value).abs() < 1.5 / 15.0);
+            }
+        }
+    }
+
+    #[test]
+    fn the_fit_of_a_block_is_better_than_its_plain_range() {
+        // Bell-shaped, as weights are: a block's range is set by few values.
+        let source: Vec<f32> = noise(32 * 200 * 6)
+            .chunks(6)
+            .map(|parts| parts.iter().sum::<f32>() - 0.6)
+            .collect();
+        let fitted = values_of(&quantise_blocks_4(&source, 32), 200, 4);
+        let error: f64 = fitted
+            .iter()
+            .zip(&source)
+            .map(|(a, b)| f64::from(a - b).powi(2))
+            .sum();
+        let plain: f64 = source
+            .chunks(32)
+            .flat_map(|block| {
+                let low = block.iter().copied().fold(0.0, f32::min);
+                let high = block.iter().copied().fold(0.0, f32::max);
+                let scale = (high - low) / 15.0;
+                let zero_point = (-low / scale).round();
+                block.iter().map(move |value| {
+                    let level = (value / scale + zero_point).round().clamp(0.0, 15.0);
+                    f64::from((level - zero_point) * scale - value).powi(2)
+                })
+            })
+            .sum();
+        assert!(error < 0.9 * plain, "{error} against {plain}");
+    }
+
+    #[test]
+    fn numbers_that_a_type_cannot_hold_are_named() {
+        let message = |result: Result<()>| result.unwrap_err().to_string();
+        assert_eq!(
+            message(check_finite(&[1.0, f32::NEG_INFINITY])),
+            "value 1 is -inf, not a finite number"
+        );
+        assert_eq!(
+            message(to_f16(&[0.0, 0.0, -70_000.0]).map(drop)),
+            "value 2 is -70000, which fp16 can't hold (its largest is 65504)"
+        );
+        assert!(to_f16(&[65504.0, -65504.0]).is_ok());
+    }
+}

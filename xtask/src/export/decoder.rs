@@ -416,6 +416,9 @@ pub fn check(config: &DecoderConfig, options: &Options) -> Result<()> {
         config.windows.len(),
         config.layers
     );
+    if let Some(layer) = config.windows.iter().position(|&window| window == Some(0)) {
+        anyhow::bail!("the window of layer {layer} is 0, must be at least 1");
+    }
     ensure!(
         config.norm_epsilon.is_finite() && config.norm_epsilon > 0.0,
         "norm_epsilon is {}, must be a positive number",

@@ -16,7 +16,8 @@ mod tensors;
 mod vocabulary;
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -116,9 +117,9 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
         .with_context(cannot)?;
     let target = write_graph(checkpoint, options, aside.path())?;
     let text = &checkpoint.text;
-    fs::write(aside.path().join(TOKENIZER_NAME), &text.tokenizer_json).with_context(cannot)?;
+    write_synced(&aside.path().join(TOKENIZER_NAME), &text.tokenizer_json).with_context(cannot)?;
     if let Some(template) = &text.chat_template {
-        fs::write(aside.path().join(TEMPLATE_NAME), template).with_context(cannot)?;
+        write_synced(&aside.path().join(TEMPLATE_NAME), template).with_context(cannot)?;
     }
     let manifest = Builder {
         name: checkpoint.name.clone(),
@@ -145,16 +146,7 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
     .map_err(|error| anyhow!("{}", error.lines().join("; ")))
     .with_context(cannot)?;
 
-    if out.exists() {
-        let old = tempfile::Builder::new()
-            .prefix(&format!(".{}.old-", name.to_string_lossy()))
-            .tempdir_in(parent)
-            .with_context(cannot)?;
-        fs::rename(&out, old.path().join("bundle")).with_context(cannot)?;
-    }
-    fs::rename(aside.path(), &out).with_context(cannot)?;
-    // The directory has moved away under its new name.
-    let _ = aside.keep();
+    replace(aside, &out, parent).with_context(cannot)?;
     Ok(manifest)
 }
 
@@ -207,6 +199,32 @@ fn check_replaceable(out: &Path) -> Result<()> {
             out.display()
         ),
     }
+}
+
+/// Moves a finished directory to its name; what has that name goes away only when the new one is in its place.
+fn replace(finished: tempfile::TempDir, out: &Path, parent: &Path) -> io::Result<()> {
+    if out.exists() {
+        let old = tempfile::Builder::new()
+            .prefix(".replaced-")
+            .tempdir_in(parent)?;
+        let old_name = old.path().join("bundle");
+        fs::rename(out, &old_name)?;
+        if let Err(error) = fs::rename(finished.path(), out) {
+            fs::rename(&old_name, out)?;
+            return Err(error);
+        }
+    } else {
+        fs::rename(finished.path(), out)?;
+    }
+    // Nothing has the temporary name any more.
+    let _ = finished.keep();
+    File::open(parent)?.sync_all()
+}
+
+fn write_synced(path: &Path, text: &str) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
 }
 
 fn kv_dtype(precision: Precision) -> &'static str {

@@ -1,0 +1,7 @@
+//! Exported graphs, run: against what transformers computes, against each other, and bit for bit against themselves.
+
+mod faults;
+mod numbers;
+mod reproducible;
+mod rows;
+mod support;
