@@ -18,7 +18,7 @@ mod shared;
 #[cfg(test)]
 mod tests;
 
-use std::{cell::Cell, ops::Range};
+use std::{cell::Cell, ops::Range, sync::OnceLock};
 
 pub use self::{
     element::Element,
@@ -110,8 +110,8 @@ pub fn attend<T: Element>(
     scratch: &mut Scratch,
     pool: &impl Pool,
 ) -> Result<(), AttentionError> {
-    attend_with(
-        InstructionSet::detect(),
+    attend_on(
+        Machine::this(),
         geometry,
         inputs,
         key_cache,
@@ -124,10 +124,10 @@ pub fn attend<T: Element>(
 
 #[expect(
     clippy::too_many_arguments,
-    reason = "one private step below the public function, for tests of every instruction set"
+    reason = "one private step below the public function, for tests of other machines"
 )]
-fn attend_with<T: Element>(
-    instructions: InstructionSet,
+fn attend_on<T: Element>(
+    machine: Machine,
     geometry: &Geometry,
     inputs: &Inputs<'_, T>,
     key_cache: &mut [T],
@@ -147,7 +147,7 @@ fn attend_with<T: Element>(
         return Ok(());
     }
 
-    let plan = Plan::new(geometry, inputs.nonpad_kv_seqlen);
+    let plan = Plan::new(geometry, inputs.nonpad_kv_seqlen, machine.cores);
     let width = geometry.padded_head_dim();
     grow(
         &mut scratch.queries,
@@ -165,7 +165,7 @@ fn attend_with<T: Element>(
     )?;
 
     let call = Call {
-        instructions,
+        instructions: machine.instructions,
         geometry,
         nonpad_kv_seqlen: inputs.nonpad_kv_seqlen,
         plan: &plan,
@@ -185,6 +185,25 @@ fn attend_with<T: Element>(
         })?;
     }
     Ok(())
+}
+
+/// What a call may use.
+#[derive(Clone, Copy, Debug)]
+struct Machine {
+    /// Decides the bits of the results.
+    instructions: InstructionSet,
+    /// Decides how work is cut, and no result.
+    cores: usize,
+}
+
+impl Machine {
+    fn this() -> Self {
+        static THIS: OnceLock<Machine> = OnceLock::new();
+        *THIS.get_or_init(|| Self {
+            instructions: InstructionSet::detect(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+        })
+    }
 }
 
 /// What all tasks of one call share.
@@ -250,7 +269,7 @@ fn with_worker(work: impl FnOnce(&mut WorkerScratch)) {
 
 impl<T: Element> Call<'_, T> {
     fn attend_rows(&self, task: &Task, worker: &mut WorkerScratch) {
-        let (rows, width) = (task.rows.len(), self.width);
+        let (rows, width) = (task.kv_heads.len() * task.rows.len(), self.width);
         let nonpad = self.nonpad_kv_seqlen[task.batch] as usize;
         worker.visible.clear();
         let tokens = task
@@ -293,7 +312,7 @@ impl<T: Element> Call<'_, T> {
                 });
             }
         }
-        self.finish(task.batch, task.kv_head, task.rows.clone(), &mut total);
+        self.finish(task, &mut total);
     }
 
     /// Gathers what the rows of `task` see among `keys`.
@@ -330,23 +349,33 @@ impl<T: Element> Call<'_, T> {
             let used = seeing().map(|keys| keys.start).min().unwrap_or(0)
                 ..seeing().map(|keys| keys.end).max().unwrap_or(0);
             if !used.is_empty() {
-                let stride = self.geometry.kv_width();
-                let (keys, values, stride) = match (
-                    T::as_f32(self.tile_rows(self.key_cache, task, tile, used.end)),
-                    T::as_f32(self.tile_rows(self.value_cache, task, tile, used.end)),
-                ) {
+                let (keys, values) = (
+                    self.tile_rows(self.key_cache, task, tile, used.end),
+                    self.tile_rows(self.value_cache, task, tile, used.end),
+                );
+                let (keys, values, stride) = match (T::as_f32(keys), T::as_f32(values)) {
                     (Some(keys), Some(values)) if self.geometry.head_dim == self.width => {
-                        (keys, values, stride)
+                        (keys, values, self.geometry.kv_width())
                     }
                     _ => {
-                        self.widen(self.key_cache, task, tile, &used, wide_keys);
-                        self.widen(self.value_cache, task, tile, &used, wide_values);
-                        (&wide_keys[..], &wide_values[..], self.width)
+                        self.widen(keys, task, &used, wide_keys);
+                        self.widen(values, task, &used, wide_values);
+                        (
+                            &wide_keys[..],
+                            &wide_values[..],
+                            task.kv_heads.len() * self.width,
+                        )
                     }
                 };
+                let rows_of_head = self.geometry.tokens * self.geometry.group_size();
+                let first_row = (task.batch * self.geometry.kv_num_heads() + task.kv_heads.start)
+                    * rows_of_head
+                    + task.rows.start;
                 self.instructions.run(Tile {
+                    heads: task.kv_heads.len(),
                     width: self.width,
-                    queries: &self.queries[self.query_offset(task)..],
+                    queries: &self.queries[first_row * self.width..],
+                    query_stride: rows_of_head * self.width,
                     visible: in_tile,
                     keys,
                     values,
@@ -364,46 +393,38 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// One kv head of the first `count` rows of a tile: from the first element of the first row to the last of the last one.
+    /// The heads of `task` in the first `count` rows of a tile: from the first element of the first row to the last of the last one.
     fn tile_rows<'c>(&self, cache: &'c [T], task: &Task, tile: usize, count: usize) -> &'c [T] {
-        let stride = self.geometry.kv_width();
-        let first = (task.batch * self.geometry.capacity + tile) * stride
-            + task.kv_head * self.geometry.head_dim;
-        &cache[first..first + (count - 1) * stride + self.geometry.head_dim]
+        let (head_dim, stride) = (self.geometry.head_dim, self.geometry.kv_width());
+        let first =
+            (task.batch * self.geometry.capacity + tile) * stride + task.kv_heads.start * head_dim;
+        &cache[first..first + (count - 1) * stride + task.kv_heads.len() * head_dim]
     }
 
-    /// Copies rows `used` of a tile as `f32`, each padded with zeros.
-    fn widen(
-        &self,
-        cache: &[T],
-        task: &Task,
-        tile: usize,
-        used: &Range<usize>,
-        wide: &mut Vec<f32>,
-    ) {
-        let (head_dim, stride) = (self.geometry.head_dim, self.geometry.kv_width());
-        grow(wide, TILE * self.width);
-        let rows = self.tile_rows(cache, task, tile, used.end);
+    /// Copies rows `used` of a tile as `f32`, each head padded with zeros.
+    fn widen(&self, rows: &[T], task: &Task, used: &Range<usize>, wide: &mut Vec<f32>) {
+        let (head_dim, heads) = (self.geometry.head_dim, task.kv_heads.len());
+        grow(wide, TILE * heads * self.width);
         for row in used.clone() {
-            let to = &mut wide[row * self.width..(row + 1) * self.width];
-            T::widen(
-                &rows[row * stride..row * stride + head_dim],
-                &mut to[..head_dim],
-            );
-            to[head_dim..].fill(0.0);
+            let from = &rows[row * self.geometry.kv_width()..][..heads * head_dim];
+            let to = &mut wide[row * heads * self.width..][..heads * self.width];
+            if head_dim == self.width {
+                T::widen(from, to);
+                continue;
+            }
+            for (from, to) in from
+                .chunks_exact(head_dim)
+                .zip(to.chunks_exact_mut(self.width))
+            {
+                let (to, padding) = to.split_at_mut(head_dim);
+                T::widen(from, to);
+                padding.fill(0.0);
+            }
         }
     }
 
-    fn query_offset(&self, task: &Task) -> usize {
-        let geometry = self.geometry;
-        let rows_before = (task.batch * geometry.kv_num_heads() + task.kv_head)
-            * geometry.tokens
-            * geometry.group_size();
-        (rows_before + task.rows.start) * self.width
-    }
-
     fn store_partial(&self, task: &Task, split: usize, state: &State<'_>) {
-        for row in 0..task.rows.len() {
+        for row in 0..state.max.len() {
             let range = self.plan.partial(task.group, split, row, self.width);
             // SAFETY: no other task has this group and split.
             let partial = unsafe { self.partials.slice(range) };
@@ -417,10 +438,11 @@ impl<T: Element> Call<'_, T> {
     fn merge_group(&self, group: usize, worker: &mut WorkerScratch) {
         let task = self.plan.task(group * self.plan.splits());
         let width = self.width;
-        let mut total = worker.total.state(task.rows.len(), width);
+        let rows = task.kv_heads.len() * task.rows.len();
+        let mut total = worker.total.state(rows, width);
         total.clear();
         for split in 0..self.plan.splits_of(task.batch) {
-            for row in 0..task.rows.len() {
+            for row in 0..rows {
                 // SAFETY: the tasks that wrote the partials have ended, and each group is merged by one task.
                 let partial = unsafe {
                     self.partials
@@ -436,22 +458,26 @@ impl<T: Element> Call<'_, T> {
                 });
             }
         }
-        self.finish(task.batch, task.kv_head, task.rows, &mut total);
+        self.finish(&task, &mut total);
     }
 
-    fn finish(&self, batch: usize, kv_head: usize, rows: Range<usize>, total: &mut State<'_>) {
+    fn finish(&self, task: &Task, total: &mut State<'_>) {
         let (geometry, width) = (self.geometry, self.width);
         let group_size = geometry.group_size();
-        for (index, row) in rows.enumerate() {
+        let rows = task
+            .kv_heads
+            .clone()
+            .flat_map(|kv_head| task.rows.clone().map(move |row| (kv_head, row)));
+        for (index, (kv_head, row)) in rows.enumerate() {
             let values = &mut total.values[index * width..(index + 1) * width];
             self.instructions.run(Finish {
                 sum: total.sum[index],
                 values,
             });
             let (token, head) = (row / group_size, kv_head * group_size + row % group_size);
-            let start = ((batch * geometry.tokens + token) * geometry.num_heads() + head)
+            let start = ((task.batch * geometry.tokens + token) * geometry.num_heads() + head)
                 * geometry.head_dim;
-            // SAFETY: every row of every sequence belongs to exactly one group of one task.
+            // SAFETY: every row of every head of every sequence belongs to exactly one group, and each group is finished by one task.
             let output = unsafe { self.output.slice(start..start + geometry.head_dim) };
             T::narrow(&values[..geometry.head_dim], output);
         }

@@ -68,6 +68,8 @@ pub unsafe trait Simd: Copy {
 
     /// All lanes `value`.
     unsafe fn splat(value: f32) -> Self::V;
+    /// All lanes the element at `from`.
+    unsafe fn splat_at(from: *const f32) -> Self::V;
     /// Reads a vector.
     unsafe fn load(from: *const f32) -> Self::V;
     /// Writes a vector.
@@ -94,6 +96,8 @@ pub unsafe trait Simd: Copy {
     unsafe fn sum(v: Self::V) -> f32;
     /// The largest lane.
     unsafe fn largest(v: Self::V) -> f32;
+    /// Asks for the cache line at `address` ahead of its use; never faults, whatever the address.
+    unsafe fn prefetch(address: *const f32);
     /// Lane `i` of the result is the sum of the lanes of `v[i]`, by a tree that is the same for every `i`.
     /// Writes [`Simd::LANES`] elements; `v` has as many vectors.
     unsafe fn sums(v: &[Self::V], to: *mut f32);
@@ -156,6 +160,11 @@ unsafe impl Simd for Scalar {
         [value; SCALAR_LANES]
     }
     #[inline(always)]
+    unsafe fn splat_at(from: *const f32) -> Self::V {
+        // SAFETY: the caller vouches for the element.
+        unsafe { Self::splat(*from) }
+    }
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> Self::V {
         // SAFETY: the caller vouches for `LANES` elements; unaligned is allowed.
         unsafe { from.cast::<Self::V>().read_unaligned() }
@@ -212,6 +221,8 @@ unsafe impl Simd for Scalar {
         v.iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
     #[inline(always)]
+    unsafe fn prefetch(_: *const f32) {}
+    #[inline(always)]
     unsafe fn sums(v: &[Self::V], to: *mut f32) {
         for (i, &v) in v.iter().enumerate() {
             // SAFETY: the caller vouches for as many elements as there are vectors.
@@ -222,6 +233,9 @@ unsafe impl Simd for Scalar {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    //! Loads and stores are the masked ones with all lanes on, which compile to plain ones:
+    //! those named plain go through `ptr::read_unaligned`, and where debug assertions are on that keeps a copy of every vector on the stack.
+
     use std::arch::x86_64::*;
 
     use super::Simd;
@@ -241,14 +255,19 @@ mod x86 {
             unsafe { _mm256_set1_ps(value) }
         }
         #[inline(always)]
+        unsafe fn splat_at(from: *const f32) -> __m256 {
+            // SAFETY: the caller vouches for the instruction set and the element.
+            unsafe { _mm256_broadcastss_ps(_mm_load_ss(from)) }
+        }
+        #[inline(always)]
         unsafe fn load(from: *const f32) -> __m256 {
             // SAFETY: the caller vouches for the instruction set and the elements.
-            unsafe { _mm256_loadu_ps(from) }
+            unsafe { _mm256_maskload_ps(from, _mm256_set1_epi32(-1)) }
         }
         #[inline(always)]
         unsafe fn store(to: *mut f32, v: __m256) {
             // SAFETY: the caller vouches for the instruction set and the elements.
-            unsafe { _mm256_storeu_ps(to, v) }
+            unsafe { _mm256_maskstore_ps(to, _mm256_set1_epi32(-1), v) }
         }
         #[inline(always)]
         unsafe fn add(a: __m256, b: __m256) -> __m256 {
@@ -317,22 +336,60 @@ mod x86 {
             }
         }
         #[inline(always)]
+        unsafe fn prefetch(address: *const f32) {
+            // SAFETY: the instruction is part of the architecture and ignores addresses it cannot read.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        }
+        #[inline(always)]
         unsafe fn sums(v: &[__m256], to: *mut f32) {
             // SAFETY: the caller vouches for the instruction set, eight vectors and eight elements.
             unsafe {
-                let quad = |i: usize| {
-                    _mm256_hadd_ps(
-                        _mm256_hadd_ps(v[i], v[i + 1]),
-                        _mm256_hadd_ps(v[i + 2], v[i + 3]),
-                    )
-                };
-                let (first, second) = (quad(0), quad(4));
+                let first = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+                let second = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
                 // Each half of `first` and `second` holds four half sums; the halves meet here.
                 let low = _mm256_permute2f128_ps::<0x20>(first, second);
                 let high = _mm256_permute2f128_ps::<0x31>(first, second);
-                _mm256_storeu_ps(to, _mm256_add_ps(low, high));
+                Self::store(to, _mm256_add_ps(low, high));
             }
         }
+    }
+
+    // Functions and not closures: closures do not take on the caller's instruction set before they are inlined.
+
+    /// Sums of neighbours within each quarter, twice: one sum of each vector in each quarter.
+    ///
+    /// # Safety
+    /// The processor has AVX-512F.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn four(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {
+        const EVEN: i32 = 0b10_00_10_00;
+        const ODD: i32 = 0b11_01_11_01;
+        let ab = _mm512_add_ps(
+            _mm512_shuffle_ps::<EVEN>(a, b),
+            _mm512_shuffle_ps::<ODD>(a, b),
+        );
+        let cd = _mm512_add_ps(
+            _mm512_shuffle_ps::<EVEN>(c, d),
+            _mm512_shuffle_ps::<ODD>(c, d),
+        );
+        _mm512_add_ps(
+            _mm512_shuffle_ps::<EVEN>(ab, cd),
+            _mm512_shuffle_ps::<ODD>(ab, cd),
+        )
+    }
+
+    /// Sums of neighbouring quarters: two of `a`, two of `b`.
+    ///
+    /// # Safety
+    /// The processor has AVX-512F.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn quarters(a: __m512, b: __m512) -> __m512 {
+        _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
+        )
     }
 
     /// AVX-512F.
@@ -350,14 +407,19 @@ mod x86 {
             unsafe { _mm512_set1_ps(value) }
         }
         #[inline(always)]
+        unsafe fn splat_at(from: *const f32) -> __m512 {
+            // SAFETY: the caller vouches for the instruction set and the element.
+            unsafe { _mm512_broadcastss_ps(_mm_load_ss(from)) }
+        }
+        #[inline(always)]
         unsafe fn load(from: *const f32) -> __m512 {
             // SAFETY: the caller vouches for the instruction set and the elements.
-            unsafe { _mm512_loadu_ps(from) }
+            unsafe { _mm512_maskz_loadu_ps(!0, from) }
         }
         #[inline(always)]
         unsafe fn store(to: *mut f32, v: __m512) {
             // SAFETY: the caller vouches for the instruction set and the elements.
-            unsafe { _mm512_storeu_ps(to, v) }
+            unsafe { _mm512_mask_storeu_ps(to, !0, v) }
         }
         #[inline(always)]
         unsafe fn add(a: __m512, b: __m512) -> __m512 {
@@ -430,28 +492,21 @@ mod x86 {
             }
         }
         #[inline(always)]
+        unsafe fn prefetch(address: *const f32) {
+            // SAFETY: the instruction is part of the architecture and ignores addresses it cannot read.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        }
+        #[inline(always)]
         unsafe fn sums(v: &[__m512], to: *mut f32) {
             // SAFETY: the caller vouches for the instruction set, sixteen vectors and sixteen elements.
             unsafe {
-                // Sums of neighbours within each quarter: two of `a`, two of `b`.
-                let neighbours = |a, b| {
-                    _mm512_add_ps(
-                        _mm512_shuffle_ps::<0b10_00_10_00>(a, b),
-                        _mm512_shuffle_ps::<0b11_01_11_01>(a, b),
-                    )
-                };
-                // Sums of neighbouring quarters: two of `a`, two of `b`.
-                let quarters = |a, b| {
-                    _mm512_add_ps(
-                        _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
-                        _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
-                    )
-                };
-                let four = |i: usize| {
-                    neighbours(neighbours(v[i], v[i + 1]), neighbours(v[i + 2], v[i + 3]))
-                };
-                let all = quarters(quarters(four(0), four(4)), quarters(four(8), four(12)));
-                _mm512_storeu_ps(to, all);
+                let first = quarters(four(v[0], v[1], v[2], v[3]), four(v[4], v[5], v[6], v[7]));
+                let second = quarters(
+                    four(v[8], v[9], v[10], v[11]),
+                    four(v[12], v[13], v[14], v[15]),
+                );
+                let all = quarters(first, second);
+                Self::store(to, all);
             }
         }
     }
@@ -479,6 +534,11 @@ mod arm {
         unsafe fn splat(value: f32) -> float32x4_t {
             // SAFETY: NEON is part of the architecture.
             unsafe { vdupq_n_f32(value) }
+        }
+        #[inline(always)]
+        unsafe fn splat_at(from: *const f32) -> float32x4_t {
+            // SAFETY: the caller vouches for the element.
+            unsafe { vld1q_dup_f32(from) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> float32x4_t {
@@ -550,6 +610,8 @@ mod arm {
             // SAFETY: NEON is part of the architecture.
             unsafe { vmaxvq_f32(v) }
         }
+        #[inline(always)]
+        unsafe fn prefetch(_: *const f32) {}
         #[inline(always)]
         unsafe fn sums(v: &[float32x4_t], to: *mut f32) {
             // SAFETY: the caller vouches for four vectors and four elements.

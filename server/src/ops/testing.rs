@@ -65,7 +65,7 @@ prop_compose! {
         (batch, tokens) in (1..4_usize, prop_oneof![Just(1_usize), Just(2), 1..20_usize, 60..70_usize]),
         (is_causal, interleaved, q_norm, k_norm) in any::<(bool, bool, bool, bool)>(),
         window in prop_oneof![Just(0_usize), 1..8_usize, 1..200_usize],
-        (scale, softcap) in (prop_oneof![Just(0.0_f32), 0.05_f32..0.5], prop_oneof![4 => Just(0.0_f32), 1 => 5.0_f32..60.0]),
+        (scale, softcap) in (prop_oneof![Just(0.0_f32), 0.3_f32..1.5], prop_oneof![4 => Just(0.0_f32), 1 => 5.0_f32..60.0]),
         seed in any::<u64>(),
     ) -> Setting {
         let mut numbers = Numbers(seed);
@@ -84,7 +84,8 @@ prop_compose! {
                 is_causal,
                 window,
                 rotary_layout: if interleaved { RotaryLayout::Interleaved } else { RotaryLayout::HalfSplit },
-                scale,
+                // Around the usual one: much larger scores magnify the rounding of any order of operations.
+                scale: scale / (head_dim as f32).sqrt(),
                 norm_epsilon: 1e-6,
                 softcap,
             },

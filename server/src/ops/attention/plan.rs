@@ -10,8 +10,8 @@ pub const SPLIT: usize = 4 * TILE;
 /// Query rows of a task: enough to use every key several times, few enough to spread over the cores.
 const TASK_ROWS: usize = 16;
 
-/// Where rows alone give at least this many tasks, splits are not made tasks of their own.
-const ENOUGH_TASKS: usize = 32;
+/// Tasks per core that keep all cores busy to the end.
+const TASKS_PER_CORE: usize = 2;
 
 /// Partial results of splits are kept below this many bytes; beyond it, tasks take all splits of their rows.
 const PARTIAL_BYTES: usize = 16 << 20;
@@ -19,16 +19,16 @@ const PARTIAL_BYTES: usize = 16 << 20;
 /// Multiplications below which waking other threads costs more than they save.
 const SERIAL_WORK: usize = 1 << 15;
 
-/// Some query rows of one kv head of one sequence, and the splits of keys to look at.
+/// Some query rows of some kv heads of one sequence, and the splits of keys to look at.
 #[derive(Clone, Debug)]
 pub struct Task {
     /// The sequence.
     pub batch: usize,
-    /// The key/value head.
-    pub kv_head: usize,
+    /// The key/value heads.
+    pub kv_heads: Range<usize>,
     /// Which group of rows, counted over the whole call.
     pub group: usize,
-    /// Rows of this sequence and head: `token · group_size + head within the group`.
+    /// Rows of this sequence and each of these heads: `token · group_size + head within the group`.
     pub rows: Range<usize>,
     /// Splits to look at, in this order.
     pub splits: Range<usize>,
@@ -39,6 +39,7 @@ pub struct Task {
 pub struct Plan<'a> {
     nonpad_kv_seqlen: &'a [i64],
     kv_heads: usize,
+    heads_per_task: usize,
     /// Rows of one sequence and kv head.
     rows: usize,
     rows_per_group: usize,
@@ -51,8 +52,8 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Cuts a call with these valid lengths.
-    pub fn new(geometry: &Geometry, nonpad_kv_seqlen: &'a [i64]) -> Self {
+    /// Cuts a call with these valid lengths for so many cores.
+    pub fn new(geometry: &Geometry, nonpad_kv_seqlen: &'a [i64], cores: usize) -> Self {
         let rows = geometry.tokens * geometry.group_size();
         // Equal groups, in whole blocks of four rows.
         let rows_per_group = rows
@@ -60,30 +61,49 @@ impl<'a> Plan<'a> {
             .next_multiple_of(4)
             .min(rows);
         let groups_per_head = rows.div_ceil(rows_per_group);
-        let groups = geometry.batch * geometry.kv_num_heads() * groups_per_head;
         let splits = nonpad_kv_seqlen
             .iter()
             .map(|&keys| splits_of(keys))
             .max()
             .unwrap_or(0)
             .max(1);
-
         let keys: usize = nonpad_kv_seqlen.iter().map(|&keys| keys as usize).sum();
         let serial = keys * rows * geometry.kv_width() <= SERIAL_WORK;
-        let partial_bytes =
-            groups * splits * rows_per_group * (geometry.padded_head_dim() + 2) * size_of::<f32>();
+
+        let kv_heads = geometry.kv_num_heads();
+        let enough_tasks = TASKS_PER_CORE * cores;
+        let partial_bytes = geometry.batch
+            * kv_heads
+            * rows
+            * splits
+            * (geometry.padded_head_dim() + 2)
+            * size_of::<f32>();
+        let few_rows = groups_per_head == 1;
+        let few_groups = geometry.batch * kv_heads * groups_per_head < enough_tasks;
+        let splits_are_tasks =
+            splits > 1 && !serial && (few_rows || few_groups) && partial_bytes <= PARTIAL_BYTES;
+
+        // With few rows, memory is what takes the time, and it is fastest when whole cache rows are read in order:
+        // a task takes as many heads as leaves tasks enough.
+        let tasks_per_head = geometry.batch * if splits_are_tasks { splits } else { 1 };
+        let leaves_enough = |heads: &usize| {
+            kv_heads.is_multiple_of(*heads) && tasks_per_head * kv_heads / heads >= enough_tasks
+        };
+        let heads_per_task = (1..=kv_heads)
+            .rev()
+            .find(leaves_enough)
+            .filter(|_| few_rows)
+            .unwrap_or(1);
         Self {
             nonpad_kv_seqlen,
-            kv_heads: geometry.kv_num_heads(),
+            kv_heads,
+            heads_per_task,
             rows,
             rows_per_group,
             groups_per_head,
-            groups,
+            groups: geometry.batch * kv_heads / heads_per_task * groups_per_head,
             splits,
-            splits_are_tasks: splits > 1
-                && !serial
-                && groups < ENOUGH_TASKS
-                && partial_bytes <= PARTIAL_BYTES,
+            splits_are_tasks,
             serial,
         }
     }
@@ -124,8 +144,9 @@ impl<'a> Plan<'a> {
         } else {
             (number, 0)
         };
-        let (head, group_of_head) = (group / self.groups_per_head, group % self.groups_per_head);
-        let (batch, kv_head) = (head / self.kv_heads, head % self.kv_heads);
+        let (heads, group_of_head) = (group / self.groups_per_head, group % self.groups_per_head);
+        let first_head = heads * self.heads_per_task;
+        let (batch, kv_head) = (first_head / self.kv_heads, first_head % self.kv_heads);
         let first = group_of_head * self.rows_per_group;
         let splits = if self.splits_are_tasks {
             split..split + 1
@@ -134,25 +155,30 @@ impl<'a> Plan<'a> {
         };
         Task {
             batch,
-            kv_head,
+            kv_heads: kv_head..kv_head + self.heads_per_task,
             group,
             rows: first..(first + self.rows_per_group).min(self.rows),
             splits,
         }
     }
 
+    /// Most rows of a task, those of all its heads.
+    fn rows_per_task(&self) -> usize {
+        self.heads_per_task * self.rows_per_group
+    }
+
     /// Elements of scratch memory that partial results take, for padded heads of `width` elements.
     pub fn partial_elements(&self, width: usize) -> usize {
         if self.splits_are_tasks {
-            self.groups * self.splits * self.rows_per_group * (width + 2)
+            self.groups * self.splits * self.rows_per_task() * (width + 2)
         } else {
             0
         }
     }
 
-    /// Where the values, the largest score and the sum of one row of one split of one group are.
+    /// Where the values, the largest score and the sum of one row of one split of one group are; rows are counted over the heads of a task.
     pub fn partial(&self, group: usize, split: usize, row: usize, width: usize) -> Range<usize> {
-        let start = ((group * self.splits + split) * self.rows_per_group + row) * (width + 2);
+        let start = ((group * self.splits + split) * self.rows_per_task() + row) * (width + 2);
         start..start + width + 2
     }
 

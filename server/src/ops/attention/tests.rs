@@ -14,6 +14,22 @@ impl Pool for Backwards {
     }
 }
 
+/// Every instruction set of this processor, and few and many cores for the best one.
+fn machines() -> Vec<Machine> {
+    let mut machines: Vec<Machine> = InstructionSet::available()
+        .into_iter()
+        .map(|instructions| Machine {
+            instructions,
+            cores: 2,
+        })
+        .collect();
+    machines.extend([1, 64].map(|cores| Machine {
+        cores,
+        ..machines[0]
+    }));
+    machines
+}
+
 /// Every task on a thread of its own.
 struct Threads;
 
@@ -29,7 +45,7 @@ impl Pool for Threads {
 }
 
 fn run<T: Element>(
-    instructions: InstructionSet,
+    machine: Machine,
     setting: &Setting,
     tensors: &mut Tensors<T>,
     pool: &impl Pool,
@@ -40,8 +56,8 @@ fn run<T: Element>(
         std::mem::take(&mut tensors.value_cache),
     );
     let mut scratch = Scratch::default();
-    attend_with(
-        instructions,
+    attend_on(
+        machine,
         &setting.geometry(),
         &tensors.inputs(),
         &mut keys,
@@ -58,12 +74,12 @@ fn run<T: Element>(
 fn check_against_definition<T: Element>(setting: &Setting, tolerance: f64) {
     let tensors = setting.tensors::<T>();
     let want = setting.reference(&tensors);
-    for instructions in InstructionSet::available() {
-        let got = run(instructions, setting, &mut tensors.clone(), &Backwards);
+    for machine in machines() {
+        let got = run(machine, setting, &mut tensors.clone(), &Backwards);
         let error = relative_error(&got, &want);
         assert!(
             error <= tolerance,
-            "{instructions:?}: relative error {error:e} with {setting:?}"
+            "{machine:?}: relative error {error:e} with {setting:?}"
         );
     }
 }
@@ -90,7 +106,7 @@ proptest! {
     fn a_row_of_a_batch_has_the_bits_it_has_alone(setting in settings(600)) {
         let mut tensors = setting.tensors::<f32>();
         let tensors_before = tensors.clone();
-        let together = run(InstructionSet::detect(), &setting, &mut tensors, &Backwards);
+        let together = run(Machine::this(), &setting, &mut tensors, &Backwards);
         let geometry = setting.geometry();
         let tokens = setting.tokens;
         for batch in 0..setting.batch {
@@ -112,7 +128,7 @@ proptest! {
                 sin: tensors_before.sin[..capacity * setting.rotary_dim / 2].to_vec(),
                 ..tensors_before.clone()
             };
-            let output = run(InstructionSet::detect(), &alone, &mut own, &Threads);
+            let output = run(Machine::this(), &alone, &mut own, &Threads);
             prop_assert_eq!(bits(&output), bits(&part(&together, tokens * geometry.query_width())));
             prop_assert_eq!(bits(&own.key_cache), bits(&cache(&tensors.key_cache)));
         }
@@ -121,7 +137,7 @@ proptest! {
 
 /// Feeds one sequence in chunks of these sizes and returns all outputs.
 fn feed<T: Element>(
-    instructions: InstructionSet,
+    machine: Machine,
     setting: &Setting,
     whole: &Tensors<T>,
     chunks: &[usize],
@@ -155,7 +171,7 @@ fn feed<T: Element>(
             capacity,
             ..setting.clone()
         };
-        output.extend(run(instructions, &step, &mut tensors, pool));
+        output.extend(run(machine, &step, &mut tensors, pool));
         (fed, turn) = (fed + tokens, turn + 1);
     }
     output
@@ -191,9 +207,9 @@ fn check_chunkings<T: Element>(
         seed: head_dim as u64,
     };
     let whole = setting.tensors::<T>();
-    for instructions in InstructionSet::available() {
+    for machine in machines() {
         let want = bits(&feed(
-            instructions,
+            machine,
             &setting,
             &whole,
             &[tokens],
@@ -210,21 +226,16 @@ fn check_chunkings<T: Element>(
             (&[1, 8, 2, 64, 3], 611),
         ] {
             let got = bits(&feed(
-                instructions,
-                &setting,
-                &whole,
-                chunks,
-                capacity,
-                &Backwards,
+                machine, &setting, &whole, chunks, capacity, &Backwards,
             ));
             assert!(
                 got == want,
-                "{instructions:?}: chunks of {chunks:?} in a cache of {capacity} rows, window {window}"
+                "{machine:?}: chunks of {chunks:?} in a cache of {capacity} rows, window {window}"
             );
         }
     }
     let want = bits(&feed(
-        InstructionSet::detect(),
+        Machine::this(),
         &setting,
         &whole,
         &[tokens],
@@ -233,7 +244,7 @@ fn check_chunkings<T: Element>(
     ));
     assert!(
         bits(&feed(
-            InstructionSet::detect(),
+            Machine::this(),
             &setting,
             &whole,
             &[8, 31],
@@ -284,12 +295,12 @@ fn a_query_that_sees_no_key_gives_zeros() {
     let setting = setting(3, &[0], &[0], 8);
     let mut tensors = setting.tensors::<f32>();
     tensors.nonpad_kv_seqlen = vec![1];
-    let output = run(InstructionSet::detect(), &setting, &mut tensors, &Backwards);
+    let output = run(Machine::this(), &setting, &mut tensors, &Backwards);
     let width = setting.geometry().query_width();
     assert!(output[..2 * width].iter().all(|&element| element == 0.0));
     assert_eq!(output[2 * width..2 * width + 16], tensors.value[..16]);
     tensors.nonpad_kv_seqlen = vec![0];
-    let output = run(InstructionSet::detect(), &setting, &mut tensors, &Backwards);
+    let output = run(Machine::this(), &setting, &mut tensors, &Backwards);
     assert!(output.iter().all(|&element| element == 0.0));
 }
 
@@ -297,12 +308,7 @@ fn a_query_that_sees_no_key_gives_zeros() {
 fn a_row_with_nan_does_not_reach_its_neighbours() {
     let setting = setting(9, &[20, 3], &[0, 0], 40);
     let mut tensors = setting.tensors::<f32>();
-    let clean = run(
-        InstructionSet::detect(),
-        &setting,
-        &mut tensors.clone(),
-        &Backwards,
-    );
+    let clean = run(Machine::this(), &setting, &mut tensors.clone(), &Backwards);
     let (query_width, kv_width) = (
         setting.geometry().query_width(),
         setting.geometry().kv_width(),
@@ -311,7 +317,7 @@ fn a_row_with_nan_does_not_reach_its_neighbours() {
     tensors.query[4 * query_width..5 * query_width].fill(f32::NAN);
     tensors.key[7 * kv_width..8 * kv_width].fill(f32::NAN);
     tensors.value[7 * kv_width..8 * kv_width].fill(f32::INFINITY);
-    let output = run(InstructionSet::detect(), &setting, &mut tensors, &Backwards);
+    let output = run(Machine::this(), &setting, &mut tensors, &Backwards);
     for (row, (got, want)) in output
         .chunks(query_width)
         .zip(clean.chunks(query_width))
@@ -337,9 +343,9 @@ fn large_scores_neither_overflow_nor_vanish() {
     let mut tensors = setting.tensors::<f32>();
     tensors.query.iter_mut().for_each(|element| *element *= 1e3);
     let want = setting.reference(&tensors);
-    for instructions in InstructionSet::available() {
-        let output = run(instructions, &setting, &mut tensors.clone(), &Backwards);
-        assert!(relative_error(&output, &want) < 1e-2, "{instructions:?}");
+    for machine in machines() {
+        let output = run(machine, &setting, &mut tensors.clone(), &Backwards);
+        assert!(relative_error(&output, &want) < 1e-2, "{machine:?}");
     }
 }
 
@@ -378,7 +384,7 @@ fn nothing_to_do_is_no_error() {
         let setting = setting(tokens, &vec![0; batch], &vec![0; batch], 4);
         assert!(
             run(
-                InstructionSet::detect(),
+                Machine::this(),
                 &setting,
                 &mut setting.tensors::<f32>(),
                 &Backwards

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use ort::{
+    environment::Environment,
     memory::Allocator,
     session::{Session, SessionInputValue, builder::GraphOptimizationLevel},
     value::Tensor,
@@ -24,9 +25,13 @@ use crate::{
 
 const CACHES: [&str; 2] = ["key_cache", "value_cache"];
 
+/// Everything of `ort` needs the library to be loaded, tensors as well.
+fn environment() -> &'static Environment {
+    runtime::environment(&runtime::library_for_tests()).unwrap()
+}
+
 fn try_session(model: &[u8], threads: usize) -> ort::Result<Session> {
-    let environment = runtime::environment(&runtime::library_for_tests()).unwrap();
-    Session::builder(environment)?
+    Session::builder(environment())?
         .with_operators(crate::ops::domain()?)?
         .with_optimization_level(GraphOptimizationLevel::All)?
         .with_intra_threads(threads)?
@@ -194,6 +199,7 @@ fn value<T: PrimitiveTensorElementType + Clone + std::fmt::Debug + 'static>(
     shape: &[usize],
     elements: &[T],
 ) -> SessionInputValue<'static> {
+    environment();
     Tensor::from_array((shape.to_vec(), elements.to_vec()))
         .unwrap()
         .into()
