@@ -118,7 +118,7 @@ impl ChatTemplate {
             !value.is_none() && value.try_iter().is_ok()
         });
         environment
-            .add_template_owned(TEMPLATE_NAME, source.to_owned())
+            .add_template_owned(TEMPLATE_NAME, without_generation_blocks(source))
             .map_err(|error| failed(&error))?;
         let bos_token = facts.bos_token.clone();
         let eos_token = facts.eos_token.clone();
@@ -225,6 +225,30 @@ impl ChatTemplate {
         }
         Ok(Value::from_pairs(variables))
     }
+}
+
+/// Turns `{% generation %}` blocks, which mark the assistant's words for training, into blocks that do nothing.
+fn without_generation_blocks(source: &str) -> String {
+    let mut text = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        text.push_str(before);
+        let Some(length) = tag.find("%}").map(|end| end + "%}".len()) else {
+            rest = tag;
+            break;
+        };
+        let (tag, after) = tag.split_at(length);
+        let inside = tag["{%".len()..length - "%}".len()].trim_matches(['-', '+']);
+        match inside.trim() {
+            word @ "generation" => text.push_str(&tag.replace(word, "if true")),
+            word @ "endgeneration" => text.push_str(&tag.replace(word, "endif")),
+            _ => text.push_str(tag),
+        }
+        rest = after;
+    }
+    text.push_str(rest);
+    text
 }
 
 /// Calls `visit` for every string in a JSON value, keys included.

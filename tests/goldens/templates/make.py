@@ -21,6 +21,7 @@ CASES = [
     ("chatml", TALK, {"add_generation_prompt": False}),
     ("chatml", [message("user", "")], {}),
     ("chatml", [message("user", "  spaces \n\n"), message("assistant", "{{ 7 * 7 }} {% raw %}")], {}),
+    ("chatml-generation", TALK, {}),
     ("turns", HELLO, {}),
     ("turns", TALK, {}),
     ("turns", [message("user", "a"), message("user", "b")], {}),
