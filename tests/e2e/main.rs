@@ -2,7 +2,6 @@
 //!
 //! Servers are shared between tests and stop when the last test has ended, passed or not.
 
-mod bad_input;
 mod bundles;
 mod command_line;
 mod determinism;
@@ -13,10 +12,13 @@ mod smoke;
 mod stop;
 mod utf8;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Trial};
+use outrider_bundle::manifest::Precision;
+use outrider_tests::scenario;
 use outrider_tests::servers::Servers;
 
 /// Makes trials of functions, each named by its module and itself.
@@ -34,13 +36,8 @@ macro_rules! trials {
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let servers = Arc::new(Servers::default());
-    let trials = trials!(
+    let mut trials = trials!(
         &servers,
-        bad_input::{
-            a_bad_request_is_refused_by_name_and_the_next_one_is_served,
-            a_bad_prompt_is_refused_by_name_and_the_next_one_is_served,
-            a_body_that_is_no_request_is_refused_and_the_next_one_is_served,
-        },
         bundles::{
             a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
             a_graph_that_lacks_an_input_stops_the_start_and_names_it,
@@ -68,12 +65,34 @@ fn main() -> ExitCode {
         stop::{stop_strings_end_the_text_wherever_they_fall},
         utf8::{streams_never_split_a_character},
     );
+    trials.extend(scenarios(&servers));
     let conclusion = libtest_mimic::run(&arguments, trials);
     if conclusion.has_failed() {
         eprint_logs(&servers);
     }
     drop(servers);
     conclusion.exit_code()
+}
+
+/// One trial for each scenario file.
+fn scenarios(servers: &Arc<Servers>) -> Vec<Trial> {
+    let files = scenario::files().expect("the scenarios are checked in");
+    let trial = |file: PathBuf| {
+        let servers = Arc::clone(servers);
+        let name = file
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        Trial::test(format!("http::{name}"), move || {
+            let run = || {
+                let server = servers.of(Precision::Int8)?;
+                scenario::run(&file, &server.endpoint(), server.model())
+            };
+            run().map_err(|error: anyhow::Error| format!("{error:#}").into())
+        })
+    };
+    files.into_iter().map(trial).collect()
 }
 
 #[expect(

@@ -28,10 +28,13 @@ pub fn stop_strings_end_the_text_wherever_they_fall(servers: &Servers) -> anyhow
             || stop.as_str().into_iter().collect(),
             |stops| stops.iter().filter_map(Value::as_str).collect(),
         );
-        let found = stops
+        // Generation can't look ahead: the stop string that is complete first ends it, the longest of those that are complete at once.
+        let ends = stops
             .iter()
-            .filter_map(|stop| Some((free.text.find(stop)?, stop.len())))
-            .min();
+            .filter_map(|stop| Some((free.text.find(stop)? + stop.len(), stop.len())));
+        let found = ends
+            .min_by_key(|&(end, length)| (end, std::cmp::Reverse(length)))
+            .map(|(end, length)| (end - length, length));
         let (expected_text, expected_reason) = match found {
             Some((start, _)) => (&free.text[..start], "stop"),
             None => (free.text.as_str(), "length"),

@@ -78,18 +78,19 @@ impl Servers {
     }
 }
 
-/// How to start a server of the reference model in `precision`, with a context that all tests fit in.
+/// How to start a server of the reference model in `precision`.
+///
+/// int8 has the model's own context, as a server without settings has; the others a smaller one, so that the tests run on a machine with 8 GiB.
 pub fn command(precision: Precision) -> anyhow::Result<ServerCommand> {
     let workspace = fixtures::workspace()?;
     let bundle = reference::find(&workspace, precision)?;
-    let command = ServerCommand::new(
-        fixtures::server_binary()?,
-        &bundle,
-        &fixtures::onnxruntime(&workspace)?,
-    )?;
-    Ok(command
-        .set("serving.runtime.context_tokens", 2048)
-        .set("serving.runtime.max_concurrency", 8))
+    let library = fixtures::onnxruntime(&workspace)?;
+    let command = ServerCommand::new(fixtures::server_binary()?, &bundle, &library)?
+        .set("serving.runtime.kv_cache_ratio", 0.9);
+    Ok(match precision {
+        Precision::Int8 => command,
+        _ => command.set("serving.runtime.context_tokens", 2048),
+    })
 }
 
 impl Server {
