@@ -7,10 +7,11 @@ use outrider_verify::wire::Api;
 use serde_json::{Map, Value, json};
 
 /// Each is repeated in the prompt, and only its tokens are allowed in the answer, so that a small model goes on with it.
-const SAMPLES: [&str; 4] = [
+const SAMPLES: [&str; 5] = [
     "你好，世界。",
     "안녕하세요 세계. ",
-    "👩‍👩‍👧‍👦 🏳️‍🌈 ",
+    "family: 👩‍👩‍👧‍👦\n",
+    "🏳️‍🌈\n",
     "naïve café — “ok” ",
 ];
 
