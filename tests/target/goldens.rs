@@ -104,12 +104,10 @@ fn logits_taps_and_greedy_tokens_of_the_reference_model() -> anyhow::Result<()> 
 
         let mut logits = logits;
         let mut tokens = Vec::new();
-        let mut start = case.prompt_ids.len();
-        for _ in 0..case.greedy_ids.len() {
+        for start in case.prompt_ids.len()..case.prompt_ids.len() + case.greedy_ids.len() {
             let token = argmax(&logits);
             tokens.push(token);
             logits = feed(&mut target, start, &[token], false)?;
-            start += 1;
         }
         assert_eq!(tokens, case.greedy_ids, "case {index}");
     }
