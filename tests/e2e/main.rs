@@ -5,6 +5,7 @@
 mod bundles;
 mod command_line;
 mod determinism;
+mod front_door;
 mod goldens;
 mod measures;
 mod openai;
@@ -50,6 +51,10 @@ fn main() -> ExitCode {
             fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
             int8_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
             int4_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
+        },
+        front_door::{
+            the_printed_curl_line_works_and_a_stop_ends_the_server,
+            a_busy_port_is_an_error_that_names_it,
         },
         goldens::{
             greedy_tokens_equal_the_reference_implementation,

@@ -42,6 +42,11 @@ pub fn verify_binary() -> anyhow::Result<PathBuf> {
     beside_the_tests("outrider-verify", None)
 }
 
+/// The `xtask` executable.
+pub fn xtask_binary() -> anyhow::Result<PathBuf> {
+    beside_the_tests("xtask", None)
+}
+
 fn beside_the_tests(name: &str, variable: Option<&str>) -> anyhow::Result<PathBuf> {
     if let Some(path) = variable.and_then(env::var_os) {
         return Ok(path.into());

@@ -19,7 +19,7 @@ const REQUESTS: usize = 50;
 /// Slots of the measured server; as many requests run at a time, so that every slot is used.
 const SLOTS: usize = 8;
 /// Kept small, so that the slab can't hide what the rest takes.
-const CONTEXT_TOKENS: usize = 256;
+const CONTEXT_TOKENS: usize = 512;
 const START_DEADLINE: Duration = Duration::from_secs(180);
 /// Most resident memory for each byte of weights and slab.
 pub const MEMORY_RATIO_LIMIT: f64 = 1.25;
@@ -92,7 +92,7 @@ pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
     })
 }
 
-/// As many requests at a time as there are slots, with prompts from a few tokens to most of a slot.
+/// As many requests at a time as there are slots, with prompts from a few tokens to half a slot.
 fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
     let next = AtomicUsize::new(0);
     let send = || -> anyhow::Result<()> {
@@ -102,7 +102,7 @@ fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
             if number >= REQUESTS {
                 return Ok(());
             }
-            let prompt = "The ship came in. ".repeat(1 + number % 40);
+            let prompt = "The ship came in. ".repeat(1 + number);
             let api = if number.is_multiple_of(2) {
                 Api::Completions
             } else {
