@@ -3,7 +3,6 @@
 //! Servers are shared between tests and stop when the last test has ended, passed or not.
 
 mod bundles;
-mod command_line;
 mod determinism;
 mod front_door;
 mod goldens;
@@ -42,10 +41,6 @@ fn main() -> ExitCode {
         bundles::{
             a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
             a_graph_that_lacks_an_input_stops_the_start_and_names_it,
-        },
-        command_line::{
-            every_fault_of_a_configuration_is_reported_at_once,
-            a_right_configuration_is_accepted_without_a_model_being_loaded,
         },
         determinism::{
             fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,

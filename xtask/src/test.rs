@@ -43,7 +43,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         bail!("the workspace does not build: {status}");
     }
     let mut test = build::cargo(&workspace);
-    test.arg("test");
+    // One run tells everything that fails.
+    test.args(["test", "--no-fail-fast"]);
     if !args
         .arguments
         .iter()
