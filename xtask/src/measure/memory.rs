@@ -60,7 +60,7 @@ impl fmt::Display for Memory {
         writeln!(f, "  peak      {:8.1}", mib(self.peak_bytes))?;
         write!(
             f,
-            "resident / (weights + KV slab) = {:.3}, limit {MEMORY_RATIO_LIMIT}",
+            "resident / (weights + KV slab) = {:.3}; in fp32 at most {MEMORY_RATIO_LIMIT}",
             self.ratio()
         )
     }
