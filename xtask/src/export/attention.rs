@@ -5,7 +5,7 @@ use outrider_bundle::manifest::Attention;
 use outrider_bundle::onnx::DataType;
 
 use super::decoder::Exporter;
-use super::graph::{Call, Dim, OUTRIDER, bytes_of, float, int, string};
+use super::graph::{Call, Dim, OUTRIDER, float, int, string};
 use super::rope;
 
 /// Query, key and value of one layer, `[batch, sequence, heads * head_dim]`.
@@ -250,7 +250,7 @@ impl Exporter<'_> {
     }
 
     fn fp32_constant(&mut self, name: &str, values: &[f32], dims: &[usize]) -> Result<String> {
-        let stored = self.graph.store(bytes_of(values))?;
+        let stored = self.graph.store(values)?;
         self.graph.constant(name, DataType::Float, dims, &stored);
         Ok(name.to_owned())
     }

@@ -15,7 +15,7 @@ use outrider_bundle::onnx::DataType;
 use super::Options;
 use super::attention::{Heads, cache_names};
 use super::convert::{to_bf16, to_f16, transpose};
-use super::graph::{Dim, GraphBuilder, bytes_of, float, int, to};
+use super::graph::{Dim, GraphBuilder, Stored, float, int, to};
 use super::linear::{Linear, Reads};
 use super::rotation::Rotation;
 use super::tensors::Tensors;
@@ -209,19 +209,20 @@ impl<'a> Exporter<'a> {
             return Ok(());
         }
         let inputs: Vec<&str> = taps.iter().map(String::as_str).collect();
-        let joined = |name| (name, "Concat", vec![int("axis", -1)]);
-        let width = taps.len() * self.config.hidden_size;
-        if let Some(rotation) = self.residual_rotation {
-            let (name, op, attributes) = joined("taps");
-            let taps = self.graph.node(name, op, &inputs, attributes);
-            self.rotate_back("aux_hidden_states", &taps, rotation, width)?;
-        } else if self.element == DataType::Float {
-            let (name, op, attributes) = joined("aux_hidden_states");
-            self.graph.node(name, op, &inputs, attributes);
+        let as_they_are = self.residual_rotation.is_none() && self.element == DataType::Float;
+        let name = if as_they_are {
+            "aux_hidden_states"
         } else {
-            let (name, op, attributes) = joined("taps");
-            let taps = self.graph.node(name, op, &inputs, attributes);
-            self.cast_to_fp32("aux_hidden_states", &taps);
+            "taps"
+        };
+        let joined = self
+            .graph
+            .node(name, "Concat", &inputs, vec![int("axis", -1)]);
+        if let Some(rotation) = self.residual_rotation {
+            let width = taps.len() * self.config.hidden_size;
+            self.rotate_back("aux_hidden_states", &joined, rotation, width)?;
+        } else if !as_they_are {
+            self.cast_to_fp32("aux_hidden_states", &joined);
         }
         Ok(())
     }
@@ -283,27 +284,34 @@ impl<'a> Exporter<'a> {
 
     /// Names a vector or matrix of the activations' element type as a constant.
     pub fn float_constant(&mut self, name: &str, values: &[f32], dims: &[usize]) -> Result<String> {
-        let bytes = self.element_bytes(values).context(name.to_owned())?;
-        let stored = self.graph.store(bytes)?;
+        let stored = self.store_floats(values).context(name.to_owned())?;
         self.graph.constant(name, self.element, dims, &stored);
         Ok(name.to_owned())
     }
 
-    /// Values in the element type of the activations.
-    pub fn element_bytes(&self, values: &[f32]) -> Result<Vec<u8>> {
+    /// Stores values in the element type of the activations.
+    pub fn store_floats(&mut self, values: &[f32]) -> Result<Stored> {
         Ok(match self.element {
-            DataType::Float16 => bytes_of(&to_f16(values)?),
-            DataType::Bfloat16 => bytes_of(&to_bf16(values)),
-            _ => bytes_of(values),
+            DataType::Float16 => self.graph.store(&to_f16(values)?)?,
+            DataType::Bfloat16 => self.graph.store(&to_bf16(values))?,
+            _ => self.graph.store(values)?,
         })
     }
 
-    /// A matrix `[rows, columns]` in the element type of the activations as `[columns, rows]`.
-    pub fn transposed_bytes(&self, values: Vec<f32>, columns: usize) -> Result<Vec<u8>> {
+    /// Stores a matrix `[rows, columns]` in the element type of the activations as `[columns, rows]`.
+    pub fn store_transposed(&mut self, values: Vec<f32>, columns: usize) -> Result<Stored> {
         Ok(match self.element {
-            DataType::Float16 => bytes_of(&transpose(&to_f16(&values)?, columns)),
-            DataType::Bfloat16 => bytes_of(&transpose(&to_bf16(&values), columns)),
-            _ => bytes_of(&transpose(&values, columns)),
+            DataType::Float16 => {
+                let halves = to_f16(&values)?;
+                drop(values);
+                self.graph.store(&transpose(&halves, columns))?
+            }
+            DataType::Bfloat16 => {
+                let halves = to_bf16(&values);
+                drop(values);
+                self.graph.store(&transpose(&halves, columns))?
+            }
+            _ => self.graph.store(&transpose(&values, columns))?,
         })
     }
 

@@ -131,12 +131,13 @@ impl GraphBuilder {
         });
     }
 
-    /// Stores the bytes of a constant (little-endian, row-major), small ones inline.
-    pub fn store(&mut self, bytes: Vec<u8>) -> io::Result<Stored> {
+    /// Stores the values of a constant, row-major; small ones inline.
+    pub fn store<T: bytemuck::NoUninit>(&mut self, values: &[T]) -> io::Result<Stored> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
         if bytes.len() < INLINE_BYTES {
-            Ok(Stored::Inline(bytes))
+            Ok(Stored::Inline(bytes.to_vec()))
         } else {
-            Ok(Stored::External(self.data.append(&bytes)?))
+            Ok(Stored::External(self.data.append(bytes)?))
         }
     }
 
@@ -280,11 +281,6 @@ pub fn scalar_tensor(name: &str, data_type: DataType, bytes: &[u8]) -> Attribute
 /// The attribute `to` of `Cast`.
 pub fn to(data_type: DataType) -> AttributeProto {
     int("to", i32::from(data_type).into())
-}
-
-/// Values as a tensor stores them.
-pub fn bytes_of<T: bytemuck::NoUninit>(values: &[T]) -> Vec<u8> {
-    bytemuck::cast_slice(values).to_vec()
 }
 
 fn entry(key: &str, value: &str) -> StringStringEntryProto {

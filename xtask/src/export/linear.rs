@@ -8,7 +8,6 @@ use outrider_bundle::onnx::DataType;
 
 use super::convert::{quantise_blocks_4, quantise_channels, scale_columns, transpose};
 use super::decoder::Exporter;
-use super::graph::bytes_of;
 use super::rotation::Rotation;
 
 /// Channels per block of a rotation that the graph itself does: the cost of each value, in multiplications.
@@ -75,8 +74,8 @@ impl Exporter<'_> {
         let product = format!("{name}.product");
         match self.options.precision {
             Precision::Fp32 | Precision::Fp16 | Precision::Bf16 => {
-                let bytes = self.transposed_bytes(values, columns);
-                let stored = self.graph.store(bytes.context(name.clone())?)?;
+                let stored = self.store_transposed(values, columns);
+                let stored = stored.context(name.clone())?;
                 let weight = format!("{name}.weight");
                 self.graph
                     .constant(&weight, self.element, &[columns, rows], &stored);
@@ -86,12 +85,12 @@ impl Exporter<'_> {
             Precision::Int8 => {
                 let quantised = quantise_channels(&values, columns);
                 drop(values);
-                let levels = bytes_of(&transpose(&quantised.values, columns));
-                let levels = self.graph.store(levels)?;
+                let levels = transpose(&quantised.values, columns);
+                let levels = self.graph.store(&levels)?;
                 let weight = format!("{name}.weight");
                 self.graph
                     .constant(&weight, DataType::Int8, &[columns, rows], &levels);
-                let scales = self.graph.store(bytes_of(&quantised.scales))?;
+                let scales = self.graph.store(&quantised.scales)?;
                 self.matmul_integer(
                     name,
                     [&input, &weight, &product],
@@ -158,7 +157,7 @@ impl Exporter<'_> {
     ) -> Result<String> {
         let block = matrix.len().isqrt();
         if !self.graph.has_constant(weight) {
-            let stored = self.graph.store(bytes_of(&matrix))?;
+            let stored = self.graph.store(&matrix)?;
             self.graph
                 .constant(weight, DataType::Float, &[block, block], &stored);
         }

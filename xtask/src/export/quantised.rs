@@ -5,7 +5,7 @@ use outrider_bundle::onnx::DataType;
 
 use super::convert::{BLOCK, BlockQuantised};
 use super::decoder::Exporter;
-use super::graph::{Call, MICROSOFT, Stored, bytes_of, int, scalar_tensor, to};
+use super::graph::{Call, MICROSOFT, Stored, int, scalar_tensor, to};
 
 /// `accuracy_level` of `MatMulNBits`: activations are quantised to 8 bits, per row and block.
 const ACCURACY_LEVEL: i64 = 4;
@@ -177,12 +177,12 @@ impl Exporter<'_> {
     /// Stores the bytes of weights in blocks.
     pub fn store_blocks(&mut self, quantised: BlockQuantised) -> Result<StoredBlocks> {
         Ok(StoredBlocks {
-            values: self.graph.store(quantised.values)?,
-            scales: self.graph.store(bytes_of(&quantised.scales))?,
+            values: self.graph.store(&quantised.values)?,
+            scales: self.graph.store(&quantised.scales)?,
             zero_points: if quantised.zero_points.is_empty() {
                 None
             } else {
-                Some(self.graph.store(quantised.zero_points)?)
+                Some(self.graph.store(&quantised.zero_points)?)
             },
         })
     }

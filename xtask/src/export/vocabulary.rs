@@ -6,7 +6,7 @@ use outrider_bundle::onnx::DataType;
 
 use super::convert::{BLOCK, quantise_blocks_8, quantise_channels};
 use super::decoder::Exporter;
-use super::graph::{Call, MICROSOFT, Stored, bytes_of, int, to};
+use super::graph::{Call, MICROSOFT, Stored, int, to};
 use super::quantised::StoredBlocks;
 
 const EMBEDDING: &str = "model.embed_tokens";
@@ -153,15 +153,14 @@ impl Exporter<'_> {
         }
         Ok(match self.options.precision {
             Precision::Fp32 | Precision::Fp16 | Precision::Bf16 => {
-                let bytes = self.element_bytes(&values).context(name.to_owned())?;
-                Table::Float(self.graph.store(bytes)?)
+                Table::Float(self.store_floats(&values).context(name.to_owned())?)
             }
             Precision::Int8 => {
                 let quantised = quantise_channels(&values, hidden);
                 drop(values);
                 Table::Channels {
-                    values: self.graph.store(bytes_of(&quantised.values))?,
-                    scales: self.graph.store(bytes_of(&quantised.scales))?,
+                    values: self.graph.store(&quantised.values)?,
+                    scales: self.graph.store(&quantised.scales)?,
                 }
             }
             Precision::Int4 => {
