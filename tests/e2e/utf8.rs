@@ -35,7 +35,7 @@ pub fn streams_never_split_a_character(servers: &Servers) -> anyhow::Result<()> 
             json!({ "temperature": 0 }),
             json!({ "temperature": 1.5, "seed": 3 }),
         ] {
-            let mut request = json!({ "prompt": prompt, "max_tokens": 64, "ignore_eos": true, "logit_bias": bias });
+            let mut request = json!({ "prompt": prompt, "max_tokens": 48, "ignore_eos": true, "logit_bias": bias });
             for (name, value) in fields.as_object().into_iter().flatten() {
                 request[name] = value.clone();
             }
