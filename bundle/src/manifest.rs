@@ -181,6 +181,12 @@ pub struct GenerationDefaults {
     /// Candidate bound.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub top_k: Option<u32>,
+    /// Least share of the largest probability.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min_p: Option<f32>,
+    /// Repetition penalty, over prompt and answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub repetition_penalty: Option<f32>,
 }
 
 /// One input a bundle was made from.

@@ -403,6 +403,12 @@ fn describe_generation(generation: &GenerationDefaults) -> String {
     if let Some(top_k) = generation.top_k {
         parts.push(format!("top_k {top_k}"));
     }
+    if let Some(min_p) = generation.min_p {
+        parts.push(format!("min_p {min_p}"));
+    }
+    if let Some(penalty) = generation.repetition_penalty {
+        parts.push(format!("repetition_penalty {penalty}"));
+    }
     parts.join(", ")
 }
 

@@ -182,6 +182,24 @@ impl Check<'_> {
                 format!("{top_p} is out of range, allowed is above 0 and up to 1"),
             );
         }
+        if let Some(min_p) = generation
+            .min_p
+            .filter(|value| !(0.0..=1.0).contains(value))
+        {
+            self.fault(
+                "generation.min_p",
+                format!("{min_p} is out of range, allowed is 0 to 1"),
+            );
+        }
+        if let Some(penalty) = generation
+            .repetition_penalty
+            .filter(|value| !(*value > 0.0 && *value <= 10.0))
+        {
+            self.fault(
+                "generation.repetition_penalty",
+                format!("{penalty} is out of range, allowed is above 0 and up to 10"),
+            );
+        }
     }
 }
 

@@ -216,10 +216,13 @@ fn sampling(generation: &Generation, card: &ModelCard) -> Sampling {
             .unwrap_or(1.0),
         top_p: generation.top_p.or(defaults.top_p).unwrap_or(1.0),
         top_k: generation.top_k.or(defaults.top_k).unwrap_or(0),
-        min_p: generation.min_p,
+        min_p: generation.min_p.or(defaults.min_p).unwrap_or(0.0),
         presence_penalty: generation.presence_penalty,
         frequency_penalty: generation.frequency_penalty,
-        repetition_penalty: generation.repetition_penalty,
+        repetition_penalty: generation
+            .repetition_penalty
+            .or(defaults.repetition_penalty)
+            .unwrap_or(1.0),
         logit_bias: generation.logit_bias.clone(),
     }
 }

@@ -74,13 +74,13 @@ pub struct Generation {
     /// Candidate bound; 0 keeps all.
     pub top_k: Option<u32>,
     /// Least share of the largest probability.
-    pub min_p: f32,
+    pub min_p: Option<f32>,
     /// Presence penalty.
     pub presence_penalty: f32,
     /// Frequency penalty.
     pub frequency_penalty: f32,
     /// Repetition penalty; 1 does nothing.
-    pub repetition_penalty: f32,
+    pub repetition_penalty: Option<f32>,
     /// Values added to logits.
     pub logit_bias: Vec<(u32, f32)>,
     /// Seed of the first choice.
@@ -242,18 +242,14 @@ impl Generation {
         let top_k = fields
             .integer("top_k", -1..=i64::from(u32::MAX))?
             .map(|top_k| u32::try_from(top_k).unwrap_or(0));
-        let min_p = fields
-            .number("min_p", Bounds::closed(0.0, 1.0))?
-            .unwrap_or(0.0);
+        let min_p = fields.number("min_p", Bounds::closed(0.0, 1.0))?;
         let presence_penalty = fields
             .number("presence_penalty", Bounds::closed(-2.0, 2.0))?
             .unwrap_or(0.0);
         let frequency_penalty = fields
             .number("frequency_penalty", Bounds::closed(-2.0, 2.0))?
             .unwrap_or(0.0);
-        let repetition_penalty = fields
-            .number("repetition_penalty", Bounds::above(0.0, 10.0))?
-            .unwrap_or(1.0);
+        let repetition_penalty = fields.number("repetition_penalty", Bounds::above(0.0, 10.0))?;
         let logit_bias = logit_bias(fields, limits.vocab_size)?;
         let seed = fields.integer("seed", i64::MIN..=i64::MAX)?;
         let stop = stop(fields)?;

@@ -50,6 +50,8 @@ impl FakeBackend {
                     temperature: Some(0.5),
                     top_p: Some(0.75),
                     top_k: Some(40),
+                    min_p: Some(0.125),
+                    repetition_penalty: Some(1.25),
                 },
                 draft: false,
             },

@@ -35,6 +35,8 @@ fn fields_left_out_take_the_models_defaults_then_openais() {
         temperature: 0.5,
         top_p: 0.75,
         top_k: 40,
+        min_p: 0.125,
+        repetition_penalty: 1.25,
         ..Sampling::default()
     };
     for path in [COMPLETIONS, CHAT] {

@@ -30,6 +30,16 @@ pub fn read(
     let Some(mut fields) = fields else {
         return Ok(defaults);
     };
+    defaults.repetition_penalty = fields
+        .number("repetition_penalty")?
+        .map(|penalty| penalty as f32)
+        .filter(|&penalty| penalty != 1.0);
+    if let Some(penalty) = defaults.repetition_penalty {
+        ensure!(
+            penalty > 0.0 && penalty <= 10.0,
+            "{FILE}: repetition_penalty is {penalty}, allowed is above 0 up to 10"
+        );
+    }
     // Without sampling the other settings have no effect.
     if fields.flag("do_sample")? != Some(true) {
         return Ok(defaults);
@@ -45,6 +55,13 @@ pub fn read(
         .map(u32::try_from)
         .transpose()
         .context("generation_config.json: top_k")?;
+    defaults.min_p = fields.number("min_p")?.map(|min_p| min_p as f32);
+    if let Some(min_p) = defaults.min_p {
+        ensure!(
+            (0.0..=1.0).contains(&min_p),
+            "{FILE}: min_p is {min_p}, allowed is 0 to 1"
+        );
+    }
     if let Some(temperature) = defaults.temperature {
         ensure!(
             temperature.is_finite() && temperature >= 0.0,

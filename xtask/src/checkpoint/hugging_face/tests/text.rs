@@ -165,6 +165,11 @@ fn generation_settings_are_checked() {
         ),
         (json!({"do_sample": true, "top_p": 0}), "top_p is 0"),
         (json!({"do_sample": true, "top_k": -1}), "top_k is -1"),
+        (json!({"do_sample": true, "min_p": 2}), "min_p is 2"),
+        (
+            json!({"repetition_penalty": 0}),
+            "repetition_penalty is 0, allowed is above 0 up to 10",
+        ),
     ] {
         assert_refused(&Edited::copy("llama").set(file, changes), expected);
     }
@@ -176,6 +181,16 @@ fn generation_settings_are_checked() {
             .eos_token_ids,
         [2],
         "config.json says it too"
+    );
+    let greedy_with_penalty = json!({"do_sample": false, "repetition_penalty": 1.1, "min_p": 0.1});
+    let defaults = Edited::copy("llama")
+        .set(file, greedy_with_penalty)
+        .open()
+        .generation;
+    assert_eq!(
+        (defaults.repetition_penalty, defaults.min_p),
+        (Some(1.1), None),
+        "a penalty counts without sampling too"
     );
     assert_refused(
         &Edited::copy("llama")
