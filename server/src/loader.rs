@@ -143,6 +143,7 @@ fn load_target(
     )?;
     startup.pass(Latch::SessionsBuilt);
     let probe = model::probe::probe(&mut target)?;
+    target.settle();
     startup.pass(Latch::ProbePassed);
     tracing::info!(
         lossless_class = probe.class.as_str(),

@@ -74,6 +74,15 @@ impl Drop for Buffer {
     }
 }
 
+/// Gives memory that was freed back to the system: reading and compiling a model frees as much as it keeps.
+pub(super) fn release_freed() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: `malloc_trim` touches free memory only and may be called at any time from any thread.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// A tensor over `shape` elements of `buffer`, starting `offset_bytes` in. ONNX Runtime reads and writes the memory itself; nothing is copied.
 ///
 /// # Safety

@@ -15,7 +15,7 @@ use ort::value::{Tensor, TensorElementType, ValueType};
 use outrider_bundle::VerifiedBundle;
 use outrider_bundle::manifest::{Attention, TargetFacts};
 
-use super::memory::{Buffer, view};
+use super::memory::{Buffer, release_freed, view};
 use super::{Batch, ModelError, Target, TargetShape, runtime};
 
 /// Cache rows of a slot beyond its context: padding rows of a batched step may be written there.
@@ -159,6 +159,15 @@ impl OnnxTarget {
             taps: Buffer::zeroed(0),
             last: Pass::default(),
         })
+    }
+
+    /// Gives back what loading and probing left behind: output buffers of their wide passes, and memory that was freed on the way.
+    pub fn settle(&mut self) {
+        self.bindings.clear();
+        self.logits = Buffer::zeroed(0);
+        self.taps = Buffer::zeroed(0);
+        self.last = Pass::default();
+        release_freed();
     }
 
     /// Bytes of the KV slab.
