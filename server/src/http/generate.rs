@@ -24,6 +24,9 @@ use super::sse::EventStream;
 /// Characters of the bundle digest in `system_fingerprint`.
 const FINGERPRINT_DIGITS: usize = 12;
 
+/// Bodies above this are parsed and tokenised one at a time.
+const LARGE_BODY_BYTES: usize = 64 * 1024;
+
 /// A request that is checked and tokenised.
 struct Prepared {
     shape: Shape,
@@ -71,10 +74,23 @@ async fn answer(
     };
     // A body can be megabytes of text to parse and tokenise: too long for a worker that other streams share.
     let prepared = {
+        // Tokenising takes over a hundred times the memory of the text, and a text that will not fit is only known by its tokens:
+        // large bodies go one after the other, small ones never wait for them.
+        let turn = if body.len() > LARGE_BODY_BYTES {
+            let turn = state.large_body.clone().acquire_owned().await;
+            Some(turn.map_err(|error| {
+                ApiError::internal(format!("waiting for a turn failed: {error}"))
+            })?)
+        } else {
+            None
+        };
         let backend = backend.clone();
         web::block(move || {
             let StrictJson(body) = serde_json::from_slice(&body).map_err(ApiError::invalid_json)?;
-            prepare(&*backend, body, limits)
+            let prepared = prepare(&*backend, body, limits);
+            // Kept to here, not in the handler: a client that leaves does not stop the work.
+            drop(turn);
+            prepared
         })
         .await
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??

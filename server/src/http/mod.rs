@@ -25,6 +25,7 @@ use actix_web::dev::Server;
 use actix_web::http::KeepAlive;
 use actix_web::middleware::from_fn;
 use actix_web::{App, HttpRequest, HttpServer, web};
+use tokio::sync::Semaphore;
 
 use crate::config::Config;
 use crate::lifecycle::{Drain, Startup};
@@ -40,6 +41,8 @@ pub struct State {
     startup: Arc<Startup>,
     drain: Arc<Drain>,
     backend: OnceLock<Arc<dyn Backend>>,
+    /// Held while a large body is parsed and tokenised, see [`generate`].
+    large_body: Arc<Semaphore>,
 }
 
 /// The part of the configuration that handlers need.
@@ -75,6 +78,7 @@ impl State {
             startup,
             drain,
             backend: OnceLock::new(),
+            large_body: Arc::new(Semaphore::new(1)),
         }
     }
 

@@ -1,6 +1,7 @@
 //! A deterministic model without ONNX Runtime: one token for each byte, and answers that a test scripts or that spell letters.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outrider_server::engine::{
@@ -25,6 +26,9 @@ pub struct FakeBackend {
     answer: Answer,
     requests: Mutex<Vec<Request>>,
     status: Mutex<EngineStatus>,
+    encoding: AtomicUsize,
+    /// Most prompts that were encoded at the same time.
+    pub most_encoding: AtomicUsize,
     /// Called when the engine is told to stop.
     pub on_stop: Box<dyn Fn() + Send + Sync>,
 }
@@ -65,6 +69,8 @@ impl FakeBackend {
                 running: 1,
                 waiting: 2,
             }),
+            encoding: AtomicUsize::new(0),
+            most_encoding: AtomicUsize::new(0),
             on_stop: Box::new(|| {}),
         }
     }
@@ -133,6 +139,11 @@ impl Backend for FakeBackend {
     }
 
     fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
+        let now = self.encoding.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most_encoding.fetch_max(now, Ordering::SeqCst);
+        // Gives others that are let in the chance to be seen.
+        (0..text.len()).for_each(|_| std::thread::yield_now());
+        self.encoding.fetch_sub(1, Ordering::SeqCst);
         Ok(bytes(text))
     }
 

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::fake::FakeBackend;
 
-pub const BODY_LIMIT_BYTES: usize = 16 << 10;
+pub const BODY_LIMIT_BYTES: usize = 96 << 10;
 
 pub struct TestServer {
     pub backend: Arc<FakeBackend>,

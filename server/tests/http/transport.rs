@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::Ordering;
 
 use outrider_server::engine::{EngineError, Event, SubmitError};
 use serde_json::{Value, json};
@@ -199,7 +200,7 @@ fn when_the_queue_fills_up_in_the_middle_of_a_request_its_other_completions_are_
     let (first, taken) = std::sync::mpsc::channel();
     let taken_already = std::sync::atomic::AtomicBool::new(false);
     let server = TestServer::start(FakeBackend::answering(move |_| {
-        if taken_already.swap(true, std::sync::atomic::Ordering::SeqCst) {
+        if taken_already.swap(true, Ordering::SeqCst) {
             return Err(SubmitError::QueueFull { limit: 1 });
         }
         let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
@@ -343,4 +344,22 @@ fn a_server_that_goes_down_finishes_what_it_has_and_takes_nothing_new() {
     assert_eq!(lines.next(), "data: [DONE]");
     drop(lines);
     actix_web::rt::System::new().block_on(server.drain.idle());
+}
+
+#[test]
+fn large_bodies_are_tokenised_one_at_a_time() {
+    let server = TestServer::start(FakeBackend::new());
+    let prompt = "x".repeat(BODY_LIMIT_BYTES - 100);
+    std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                let reply = server.post(
+                    "/v1/completions",
+                    &json!({"model": "fake", "prompt": prompt}),
+                );
+                assert_eq!(reply.status, 400, "{}", reply.body);
+            });
+        }
+    });
+    assert_eq!(server.backend.most_encoding.load(Ordering::SeqCst), 1);
 }
