@@ -11,12 +11,13 @@
 
 mod element;
 mod geometry;
-mod kernel;
 mod plan;
 mod prepare;
 mod shared;
+mod state;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use std::{cell::Cell, ops::Range, sync::OnceLock};
 
@@ -25,9 +26,10 @@ pub use self::{
     geometry::{AttentionError, Attributes, Geometry, RotaryLayout, TensorShapes},
 };
 use self::{
-    kernel::{Finish, Merge, State, TILE, Tile},
     plan::{Plan, SPLIT, Task},
     shared::SharedMut,
+    state::{Finish, Merge, State},
+    tile::{TILE, Tile},
 };
 use crate::ops::simd::{InstructionSet, MAX_LANES};
 

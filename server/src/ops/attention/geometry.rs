@@ -155,6 +155,16 @@ impl Geometry {
                 "[positions, rotary_dim / 2]".to_owned(),
             ));
         };
+        if tokens > capacity {
+            return Err(wrong(
+                "query",
+                shapes.query,
+                format!("at most {capacity} tokens, as many as a cache has rows"),
+            ));
+        }
+        if positions == 0 && half_rotary > 0 {
+            return Err(wrong("cos", shapes.cos, "at least 1 row".to_owned()));
+        }
         if 2 * half_rotary > head_dim {
             return Err(wrong(
                 "cos",
@@ -241,7 +251,6 @@ impl Geometry {
             least,
             most,
         };
-        // May be negative: then no write index is right.
         let last_write = self.capacity as i64 - self.tokens as i64;
         for (index, &value) in inputs.write_indices.iter().enumerate() {
             if value < 0 || value > last_write {
@@ -329,7 +338,7 @@ pub enum AttentionError {
         value: i64,
         /// Smallest value allowed.
         least: i64,
-        /// Largest value allowed; below `least` when none is.
+        /// Largest value allowed.
         most: i64,
     },
     /// The tasks of a call could not be run to their end.

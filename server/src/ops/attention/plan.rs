@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{AttentionError, Geometry, Pool, kernel::TILE};
+use super::{AttentionError, Geometry, Pool, tile::TILE};
 
 /// Keys of a split. Splits begin at multiples of it, counted from the first row of the cache; a row's softmax starts anew in each.
 pub const SPLIT: usize = 4 * TILE;
@@ -199,4 +199,52 @@ impl<'a> Plan<'a> {
 
 fn splits_of(keys: i64) -> usize {
     (keys as usize).div_ceil(SPLIT)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ops::testing::settings;
+
+    proptest! {
+        #[test]
+        fn every_row_of_every_head_belongs_to_one_task_per_split(setting in settings(1500), cores in prop_oneof![1..5_usize, Just(64)]) {
+            let geometry = setting.geometry();
+            let nonpad: Vec<i64> = setting.past.iter().zip(&setting.ahead).map(|(past, ahead)| (past + setting.tokens + ahead) as i64).collect();
+            let plan = Plan::new(&geometry, &nonpad, cores);
+            let width = geometry.padded_head_dim();
+            let (mut seen, mut partials) = (HashSet::new(), HashSet::new());
+            for number in 0..plan.tasks() {
+                let task = plan.task(number);
+                let mut index = 0;
+                for kv_head in task.kv_heads {
+                    for row in task.rows.clone() {
+                        for split in task.splits.clone() {
+                            prop_assert!(seen.insert((task.batch, kv_head, row, split)), "a row is in two tasks");
+                        }
+                        if plan.splits_are_tasks() {
+                            let partial = plan.partial(task.group, task.splits.start, index, width);
+                            prop_assert!(partial.end <= plan.partial_elements(width));
+                            prop_assert_eq!(partial.start % (width + 2), 0);
+                            prop_assert!(partials.insert(partial.start), "two rows have one place");
+                        }
+                        index += 1;
+                    }
+                }
+            }
+            for (batch, &keys) in nonpad.iter().enumerate() {
+                for kv_head in 0..geometry.kv_num_heads() {
+                    for row in 0..setting.tokens * geometry.group_size() {
+                        for split in 0..splits_of(keys) {
+                            prop_assert!(seen.contains(&(batch, kv_head, row, split)), "a row is in no task");
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

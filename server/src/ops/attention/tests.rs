@@ -486,6 +486,14 @@ fn shapes_that_disagree_are_named() {
         "input query has shape [2, 3, 0]; expected is a last dimension that is a multiple of num_heads = 4",
     );
     check(
+        &|shapes| shapes.query = &[2, 11, 64],
+        "input query has shape [2, 11, 64]; expected is at most 10 tokens, as many as a cache has rows",
+    );
+    check(
+        &|shapes| shapes.cos = &[0, 8],
+        "input cos has shape [0, 8]; expected is at least 1 row",
+    );
+    check(
         &|shapes| shapes.key = &[2, 3, 16],
         "input key has shape [2, 3, 16]; expected is [2, 3, 32]",
     );

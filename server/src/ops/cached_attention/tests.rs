@@ -632,6 +632,36 @@ fn memory_shared_in_any_other_way_is_refused() {
 }
 
 #[test]
+fn a_plain_run_leaves_the_caches_it_was_given_alone() {
+    let setting = decoder(2, 3, 40, 64);
+    let tensors = setting.tensors::<f32>();
+    let mut session = session(&native(DataType::Float, &setting), 1);
+    let mut given = Vec::new();
+    for (name, value) in feeds(&setting, &tensors) {
+        let SessionInputValue::Owned(value) = value else {
+            panic!("feeds are owned")
+        };
+        given.push((name, value));
+    }
+    let inputs: Vec<(&str, SessionInputValue<'_>)> = given
+        .iter()
+        .map(|(name, value)| (*name, value.into()))
+        .collect();
+    session.run(inputs).unwrap();
+    for (name, before) in [
+        ("key_cache", &tensors.key_cache),
+        ("value_cache", &tensors.value_cache),
+    ] {
+        let (_, after) = given.iter().find(|(input, _)| *input == name).unwrap();
+        assert_eq!(
+            bits(after.try_extract_tensor::<f32>().unwrap().1),
+            bits(before),
+            "{name}"
+        );
+    }
+}
+
+#[test]
 fn a_node_may_leave_out_the_updated_caches() {
     let setting = decoder(2, 3, 40, 64);
     let tensors = setting.tensors::<f32>();
