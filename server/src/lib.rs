@@ -1,10 +1,11 @@
 //! The Outrider server: a target model behind an OpenAI-compatible interface, with block-parallel drafting that never changes a token.
 //!
 //! Layers, outermost first; each knows only the ones below it:
-//! [`http`] (OpenAI shapes) → [`engine`] (requests, slots, steps) → [`model`] (sessions and KV memory) → [`ops`] (custom operators).
+//! [`http`] (OpenAI shapes) → [`engine`] (requests, slots, steps) → [`draft`] (proposals) → [`model`] (sessions and KV memory) → [`ops`] (custom operators).
 //! [`text`] turns strings into token ids and back and depends on none of them.
 
 pub mod config;
+pub mod draft;
 pub mod engine;
 pub mod http;
 pub mod lifecycle;

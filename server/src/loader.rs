@@ -69,6 +69,8 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     let options = EngineOptions {
         queue_capacity: config.runtime.queue_capacity,
         prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
+        speculate: config.speculative.enabled,
+        draft_block_size: config.speculative.draft_block_size,
     };
     let (handle_sender, handle) = mpsc::channel::<EngineHandle>();
     let (engine, thread) = {
@@ -159,6 +161,7 @@ fn load_target(
     Ok(Loaded {
         target: Box::new(target),
         probe,
+        draft: engine::Draft::Unavailable("no draft is loaded".to_owned()),
         text: Box::new(move |stop| Box::new(Sink(text.stream(stop)))),
         eos_token_ids: bundle.manifest().generation.eos_token_ids.clone(),
     })

@@ -7,6 +7,8 @@ use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
+use crate::engine::Drafting;
+
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
@@ -41,6 +43,16 @@ const STEP_SECONDS: &[f64] = &[
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 ];
 
+/// From a draft pass of a small model to a verify pass of a large one.
+const PASS_SECONDS: &[f64] = &[
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
+];
+
+/// Acceptance lengths of the block sizes in use.
+const BLOCK_TOKENS: &[f64] = &[
+    1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 64.0,
+];
+
 const HTTP_REQUESTS: &str = "outrider_http_requests_total";
 const HTTP_ERRORS: &str = "outrider_http_errors_total";
 const HTTP_REQUEST_SECONDS: &str = "outrider_http_request_duration_seconds";
@@ -51,6 +63,7 @@ const LATCH_SECONDS: &str = "outrider_startup_latch_seconds";
 const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
 const RUNNING: &str = "outrider_completions_running";
 const WAITING: &str = "outrider_completions_waiting";
+const DRAFTING: &str = "outrider_drafting";
 const MODEL_INFO: &str = "outrider_model_info";
 const BUILD_INFO: &str = "outrider_build_info";
 
@@ -133,6 +146,72 @@ pub const METRICS: &[Metric] = &[
         kind: Kind::Counter,
         labels: &[],
         help: "Tokens generated and committed",
+    },
+    Metric {
+        name: "outrider_step_overhead_seconds",
+        kind: Kind::Histogram(PASS_SECONDS),
+        labels: &[],
+        help: "Time of one engine step outside the target and the draft: choosing tokens, committing, planning",
+    },
+    Metric {
+        name: "outrider_prefill_seconds",
+        kind: Kind::Histogram(PASS_SECONDS),
+        labels: &[],
+        help: "Time one engine step spent in target passes that feed prompts",
+    },
+    Metric {
+        name: "outrider_verify_seconds",
+        kind: Kind::Histogram(PASS_SECONDS),
+        labels: &[],
+        help: "Time one engine step spent in the target pass over all decoding completions, with or without drafted tokens",
+    },
+    Metric {
+        name: "outrider_draft_seconds",
+        kind: Kind::Histogram(PASS_SECONDS),
+        labels: &[],
+        help: "Time one engine step spent in draft passes",
+    },
+    Metric {
+        name: "outrider_speculative_steps_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Steps of a completion in which the target checked drafted tokens",
+    },
+    Metric {
+        name: "outrider_plain_steps_total",
+        kind: Kind::Counter,
+        labels: &["cause"],
+        help: "Steps of a completion without drafted tokens, by cause",
+    },
+    Metric {
+        name: "outrider_drafted_tokens_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Drafted tokens that the target checked",
+    },
+    Metric {
+        name: "outrider_accepted_tokens_total",
+        kind: Kind::Counter,
+        labels: &["position"],
+        help: "Drafted tokens that were the target's choice, by their position behind the anchor",
+    },
+    Metric {
+        name: "outrider_acceptance_length_tokens",
+        kind: Kind::Histogram(BLOCK_TOKENS),
+        labels: &[],
+        help: "Tokens committed by a step of a completion that checked drafted tokens",
+    },
+    Metric {
+        name: "outrider_draft_errors_total",
+        kind: Kind::Counter,
+        labels: &["cause"],
+        help: "Draft passes that failed (cause pass), and blocks cut short because the draft's logits were not finite (cause non_finite)",
+    },
+    Metric {
+        name: DRAFTING,
+        kind: Kind::Gauge,
+        labels: &["state"],
+        help: "1 for the state that drafting is in, 0 for the others: unavailable, off, on, suspended",
     },
     Metric {
         name: MODEL_INFO,
@@ -232,6 +311,8 @@ pub struct EngineSnapshot<'a> {
     pub bundle_digest: &'a str,
     /// Lossless class, once the probe ran.
     pub lossless_class: Option<&'static str>,
+    /// State of drafting, once the model is loaded.
+    pub drafting: Option<Drafting>,
 }
 
 /// Records what a scrape reads from the state of the server.
@@ -245,6 +326,15 @@ pub fn snapshot(snapshot: &Snapshot<'_>) {
         metrics::gauge!(HEARTBEAT_AGE).set(engine.heartbeat_age_seconds);
         metrics::gauge!(RUNNING).set(engine.running as f64);
         metrics::gauge!(WAITING).set(engine.waiting as f64);
+        if let Some(current) = engine.drafting {
+            for state in Drafting::ALL {
+                metrics::gauge!(DRAFTING, "state" => state.as_str()).set(if state == current {
+                    1.0
+                } else {
+                    0.0
+                });
+            }
+        }
         if let Some(class) = engine.lossless_class {
             metrics::gauge!(
                 MODEL_INFO,

@@ -88,7 +88,7 @@ fn logits_taps_and_greedy_tokens_of_the_reference_model() -> anyhow::Result<()> 
 
         let expected = golden(format!("case{index}.taps_last4"))?;
         for (offset, expected) in expected.chunks_exact(tap_size).enumerate() {
-            let taps = target.taps(0, case.prompt_ids.len() - 4 + offset);
+            let taps = target.taps().of(0, case.prompt_ids.len() - 4 + offset);
             let scale = expected.iter().map(|value| value.abs()).fold(0.0, f32::max);
             let difference = taps
                 .iter()

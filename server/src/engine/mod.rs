@@ -6,6 +6,7 @@
 pub mod request;
 pub mod sampler;
 mod sequence;
+pub mod speculation;
 pub mod status;
 mod step;
 #[cfg(test)]
@@ -20,13 +21,16 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub use request::{
-    EngineError, Event, FinishReason, Request, Sampling, SubmitError, TokenLogprobs, Usage,
+    EngineError, Event, FinishReason, Request, Sampling, SpeculativeUsage, SubmitError,
+    TokenLogprobs, Usage,
 };
 pub use sequence::TextSink;
-pub use status::{EngineStatus, LosslessClass, ModelLimits, Phase};
+pub use speculation::Draft;
+pub use status::{Drafting, EngineStatus, LosslessClass, ModelLimits, Phase, SpeculationStatus};
 
 use crate::model::{ModelError, ProbeReport, Target, TargetShape};
 use sequence::Sequence;
+use speculation::Speculation;
 use step::Stepper;
 
 /// How often an idle engine shows that it is alive.
@@ -39,6 +43,10 @@ pub struct EngineOptions {
     pub queue_capacity: usize,
     /// Prompt tokens fed in one step.
     pub prefill_chunk_tokens: usize,
+    /// Whether to draft, until [`EngineHandle::set_speculation`] says otherwise.
+    pub speculate: bool,
+    /// Widest draft block in tokens, when it is not the draft's own; at least 2.
+    pub draft_block_size: Option<usize>,
 }
 
 /// Makes the text side of a sequence from the request's stop strings.
@@ -50,6 +58,8 @@ pub struct Loaded {
     pub target: Box<dyn Target>,
     /// What the width probe found for it.
     pub probe: ProbeReport,
+    /// The drafter, or why there is none.
+    pub draft: Draft,
     /// The text side of sequences.
     pub text: TextSinks,
     /// Tokens that end a completion.
@@ -71,6 +81,7 @@ struct Shared {
     heartbeat_ms: AtomicU64,
     running: AtomicUsize,
     stop_now: AtomicBool,
+    speculate: AtomicBool,
     facts: Mutex<Facts>,
 }
 
@@ -88,6 +99,7 @@ struct Facts {
     detail: String,
     lossless: Option<LosslessClass>,
     shape: Option<TargetShape>,
+    speculation: Option<SpeculationStatus>,
 }
 
 /// Starts the engine thread. `load` runs on it, so that a model that takes minutes to load does not hold up the caller.
@@ -103,11 +115,13 @@ pub fn start(
         heartbeat_ms: AtomicU64::new(0),
         running: AtomicUsize::new(0),
         stop_now: AtomicBool::new(false),
+        speculate: AtomicBool::new(options.speculate),
         facts: Mutex::new(Facts {
             phase: Phase::Starting,
             detail: "loading the model".to_owned(),
             lossless: None,
             shape: None,
+            speculation: None,
         }),
     });
     let handle = EngineHandle {
@@ -167,6 +181,34 @@ impl EngineHandle {
             running: self.shared.running.load(Ordering::Relaxed),
             waiting,
             lossless: facts.lossless,
+            speculation: facts.speculation.clone().map(|mut status| {
+                if status.drafting != Drafting::Unavailable
+                    && !self.shared.speculate.load(Ordering::Relaxed)
+                {
+                    status.drafting = Drafting::Off;
+                    status.detail.clear();
+                }
+                status
+            }),
+        }
+    }
+
+    /// Switches drafting on or off from the next step on; running requests carry on, and their output stays the same.
+    ///
+    /// # Errors
+    ///
+    /// The engine is not ready, or there is nothing to switch on.
+    pub fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError> {
+        let facts = lock(&self.shared.facts);
+        match &facts.speculation {
+            None => Err(SpeculationError::NotReady),
+            Some(status) if enabled && status.drafting == Drafting::Unavailable => {
+                Err(SpeculationError::Unavailable(status.detail.clone()))
+            }
+            Some(_) => {
+                self.shared.speculate.store(enabled, Ordering::Relaxed);
+                Ok(())
+            }
         }
     }
 
@@ -193,6 +235,17 @@ impl EngineHandle {
         self.shared.stop_now.store(true, Ordering::Relaxed);
         self.drain();
     }
+}
+
+/// Why drafting can't be switched.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpeculationError {
+    /// The model is not loaded yet.
+    #[error("the engine is not ready")]
+    NotReady,
+    /// There is no draft to switch on.
+    #[error("drafting is not available: {0}")]
+    Unavailable(String),
 }
 
 /// Marks the engine as stopped and answers what is left in the queue, whichever way the thread ends.
@@ -233,14 +286,17 @@ fn run(
     let Loaded {
         target,
         probe,
+        draft,
         text,
         eos_token_ids,
     } = load()?;
     beat(shared);
+    let speculation = Speculation::new(draft, options.draft_block_size);
     {
         let mut facts = lock(&shared.facts);
         facts.shape = Some(target.shape().clone());
         facts.lossless = Some(probe.class);
+        facts.speculation = Some(speculation.status());
         facts.phase = Phase::Ready;
         facts.detail = "serving".to_owned();
     }
@@ -251,6 +307,7 @@ fn run(
 
     let mut stepper = Stepper::new(
         target,
+        speculation,
         probe.rule,
         eos_token_ids,
         options.prefill_chunk_tokens,
@@ -266,13 +323,34 @@ fn run(
         }
         if stepper.running() > 0 {
             let started = Instant::now();
-            let step = stepper.step();
-            metrics::histogram!("outrider_step_seconds").record(started.elapsed().as_secs_f64());
+            let step = stepper.step(shared.speculate.load(Ordering::Relaxed));
+            let elapsed = started.elapsed();
+            let in_models = step.prefill_time + step.verify_time + step.draft_time;
+            metrics::histogram!("outrider_step_seconds").record(elapsed.as_secs_f64());
+            metrics::histogram!("outrider_step_overhead_seconds")
+                .record(elapsed.saturating_sub(in_models).as_secs_f64());
+            for (name, time) in [
+                ("outrider_prefill_seconds", step.prefill_time),
+                ("outrider_verify_seconds", step.verify_time),
+                ("outrider_draft_seconds", step.draft_time),
+            ] {
+                if !time.is_zero() {
+                    metrics::histogram!(name).record(time.as_secs_f64());
+                }
+            }
             metrics::counter!("outrider_prompt_tokens_total").increment(step.prefill_tokens as u64);
             metrics::counter!("outrider_generated_tokens_total")
                 .increment(step.committed_tokens as u64);
         }
         shared.running.store(stepper.running(), Ordering::Relaxed);
+        {
+            let mut facts = lock(&shared.facts);
+            if facts.speculation.as_ref().map(|status| status.drafting)
+                != Some(stepper.speculation().state().0)
+            {
+                facts.speculation = Some(stepper.speculation().status());
+            }
+        }
         beat(shared);
     }
 }

@@ -115,6 +115,21 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Tokens generated, the one that ended the completion included.
     pub completion_tokens: usize,
+    /// What drafting did for the request.
+    pub speculative: SpeculativeUsage,
+}
+
+/// What drafting did for one request.
+///
+/// `accepted_tokens / steps + 1` is the mean acceptance length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpeculativeUsage {
+    /// Drafted tokens that the target checked.
+    pub drafted_tokens: usize,
+    /// Those of them that became part of the completion.
+    pub accepted_tokens: usize,
+    /// Target passes that checked drafted tokens.
+    pub steps: usize,
 }
 
 /// Why the engine does not take a request.

@@ -5,8 +5,11 @@
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::request::{EngineError, Event, FinishReason, Request, TokenLogprobs, Usage};
+use super::request::{
+    EngineError, Event, FinishReason, Request, SpeculativeUsage, TokenLogprobs, Usage,
+};
 use super::sampler::Context;
+use super::speculation::SequenceDraft;
 
 /// Turns committed tokens into text, and watches for stop strings.
 pub trait TextSink: Send {
@@ -26,6 +29,9 @@ pub(super) struct Sequence {
     /// Cache rows that are valid; always fewer than `tokens`, as the newest token has not been fed yet.
     cached: usize,
     prompt_logprobs: Vec<TokenLogprobs>,
+    /// What the drafter holds and proposes for it.
+    pub(super) draft: SequenceDraft,
+    usage: SpeculativeUsage,
 }
 
 /// Whether a sequence goes on after a commit.
@@ -49,6 +55,8 @@ impl Sequence {
             tokens,
             cached: 0,
             prompt_logprobs: Vec::new(),
+            draft: SequenceDraft::default(),
+            usage: SpeculativeUsage::default(),
         }
     }
 
@@ -79,6 +87,32 @@ impl Sequence {
     /// Most tokens that may still be committed.
     pub(super) fn remaining_tokens(&self) -> usize {
         self.request.max_tokens - self.generated()
+    }
+
+    /// Prompt and committed tokens.
+    pub(super) fn tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Committed tokens from position `start` on, at most `limit`.
+    pub(super) fn committed(&self, start: usize, limit: usize) -> &[u32] {
+        &self.tokens[start..self.tokens.len().min(start + limit)]
+    }
+
+    /// The token that was committed last.
+    pub(super) fn newest_token(&self) -> u32 {
+        *self.tokens.last().expect("a prompt has at least one token")
+    }
+
+    /// Counts a pass that checked `drafted` tokens.
+    pub(super) fn record_drafted(&mut self, drafted: usize) {
+        self.usage.drafted_tokens += drafted;
+        self.usage.steps += 1;
+    }
+
+    /// Counts a drafted token that is the target's choice.
+    pub(super) fn record_accepted(&mut self) {
+        self.usage.accepted_tokens += 1;
     }
 
     /// The committed token at `position`, when there is one.
@@ -164,6 +198,7 @@ impl Sequence {
         let usage = Usage {
             prompt_tokens: self.request.prompt.len(),
             completion_tokens: self.generated(),
+            speculative: self.usage,
         };
         self.send(Event::Finished {
             reason,

@@ -39,4 +39,45 @@ pub struct EngineStatus {
     pub running: usize,
     /// Requests that wait for one.
     pub waiting: usize,
+    /// Drafting, once the model is loaded.
+    pub speculation: Option<SpeculationStatus>,
+}
+
+/// Whether the engine drafts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drafting {
+    /// It can't: no draft is loaded, or it could not promise equal output.
+    Unavailable,
+    /// It is switched off.
+    Off,
+    /// It drafts.
+    On,
+    /// Draft passes failed repeatedly; a later one is tried by itself.
+    Suspended,
+}
+
+impl Drafting {
+    /// Every value.
+    pub const ALL: [Self; 4] = [Self::Unavailable, Self::Off, Self::On, Self::Suspended];
+
+    /// The name that interfaces show.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unavailable => "unavailable",
+            Self::Off => "off",
+            Self::On => "on",
+            Self::Suspended => "suspended",
+        }
+    }
+}
+
+/// Drafting, as an operator wants to know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpeculationStatus {
+    /// Whether the engine drafts.
+    pub drafting: Drafting,
+    /// Why it can't, or why it is suspended; empty otherwise.
+    pub detail: String,
+    /// Widest block in tokens, the anchor included, when a draft is loaded.
+    pub block_size: Option<usize>,
 }

@@ -1,15 +1,19 @@
 //! One engine step: plan the passes, run them, commit what they gave.
 //!
-//! A step feeds prompt chunks up to the token budget, one sequence at a time, and then one row batch of all decoding sequences.
+//! A step feeds prompt chunks up to the token budget, one sequence at a time, and then one row batch of all decoding sequences:
+//! for each its newest token and what was drafted behind it.
 //! The two are separate passes because a pass has one width: a chunk beside single tokens would pad every one of them to the chunk.
+//! Right behind a pass, while its taps are where the target left them, the drafter appends those of the tokens that were kept and proposes the next blocks.
 //! A pass that fails or panics fails the sequences it carried, nothing else.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
 
 use super::request::EngineError;
 use super::sampler::{Sampler, logprobs};
 use super::sequence::{Progress, Sequence};
+use super::speculation::Speculation;
 use crate::model::{Batch, BatchRow, ModelError, Target, WidthRule};
 
 /// Most rows of logits that one pass of a prompt with log-probabilities computes, to bound the size of the output.
@@ -18,6 +22,7 @@ const PROMPT_LOGPROB_ROWS: usize = 32;
 /// Sequences by slot, and what is needed to step them.
 pub(super) struct Stepper {
     target: Box<dyn Target>,
+    speculation: Speculation,
     sampler: Sampler,
     rule: WidthRule,
     eos: Vec<u32>,
@@ -36,11 +41,18 @@ pub(super) struct StepReport {
     pub committed_tokens: usize,
     /// Requests that failed.
     pub failed: usize,
+    /// Time in target passes that fed prompts.
+    pub prefill_time: Duration,
+    /// Time in the target pass over all decoding sequences.
+    pub verify_time: Duration,
+    /// Time in draft passes.
+    pub draft_time: Duration,
 }
 
 impl Stepper {
     pub(super) fn new(
         target: Box<dyn Target>,
+        speculation: Speculation,
         rule: WidthRule,
         eos: Vec<u32>,
         prefill_chunk_tokens: usize,
@@ -48,6 +60,7 @@ impl Stepper {
         let slots = (0..target.shape().slots).map(|_| None).collect();
         Self {
             target,
+            speculation,
             sampler: Sampler::default(),
             rule,
             eos,
@@ -97,9 +110,15 @@ impl Stepper {
         }
     }
 
-    /// Runs one step.
-    pub(super) fn step(&mut self) -> StepReport {
+    /// Whether the engine drafts.
+    pub(super) fn speculation(&self) -> &Speculation {
+        &self.speculation
+    }
+
+    /// Runs one step; `speculate` is the state of the switch.
+    pub(super) fn step(&mut self, speculate: bool) -> StepReport {
         let mut report = StepReport::default();
+        self.speculation.begin_step(speculate);
         // Chosen before the prompts are fed: a sequence whose prompt ends in this step decodes from the next one on.
         let decoding = self.decoding_slots();
         let mut budget = self.prefill_chunk_tokens;
@@ -110,12 +129,27 @@ impl Stepper {
             let fed = batch.rows[0].tokens.len();
             budget -= fed.min(budget);
             report.prefill_tokens += fed;
-            self.run_pass(&batch, &[slot], &mut report);
+            let time = self.run_pass(&batch, &[slot], &mut report);
+            report.prefill_time += time;
         }
+        for &slot in &decoding {
+            while let Some(batch) = self.catch_up_batch(slot, budget) {
+                budget -= batch.rows[0].tokens.len().min(budget);
+                let time = self.run_pass(&batch, &[slot], &mut report);
+                report.prefill_time += time;
+            }
+        }
+        let decoding = self.still_running(decoding);
         if let Some(batch) = self.decode_batch(&decoding) {
-            self.run_pass(&batch, &decoding, &mut report);
+            let time = self.run_pass(&batch, &decoding, &mut report);
+            report.verify_time += time;
         }
         report
+    }
+
+    fn still_running(&self, mut slots: Vec<usize>) -> Vec<usize> {
+        slots.retain(|&slot| self.slots[slot].is_some());
+        slots
     }
 
     /// The next chunk of the prompt that arrived first.
@@ -134,6 +168,7 @@ impl Stepper {
         } else {
             budget
         };
+        let taps = self.feeds_draft(sequence, sequence.cached());
         let pending = sequence.pending();
         let tokens = pending[..pending.len().min(limit)].to_vec();
         let is_last = tokens.len() == pending.len();
@@ -147,7 +182,41 @@ impl Stepper {
             tokens,
             logits,
         };
-        Some((slot, self.batch(slot, vec![row])))
+        Some((slot, self.batch(slot, vec![row], taps)))
+    }
+
+    /// Whether the taps of a pass that feeds `sequence` from position `start` on are of use to the drafter.
+    fn feeds_draft(&self, sequence: &Sequence, start: usize) -> bool {
+        sequence.draft.context == start && self.speculation.obstacle(sequence).is_none()
+    }
+
+    /// Feeds tokens of a decoding sequence again whose taps the drafter has not seen: drafting was off, or failed, when they were fed first.
+    ///
+    /// The rows of the cache that are written again get the values they have, since a row does not depend on the pass it is computed in.
+    fn catch_up_batch(&self, slot: usize, budget: usize) -> Option<Batch> {
+        let (_, sequence) = self.slots[slot].as_ref()?;
+        let start = sequence.draft.context;
+        let missing = sequence
+            .cached()
+            .checked_sub(start)
+            .filter(|&missing| missing > 0)?;
+        if self.speculation.obstacle(sequence).is_some() {
+            return None;
+        }
+        // Padding may only follow the last valid row: a shorter chunk has a width that needs none.
+        let mut length = missing.min(budget);
+        while length < missing && length > 0 && self.rule.width(length) != length {
+            length -= 1;
+        }
+        if length == 0 {
+            return None;
+        }
+        let row = BatchRow {
+            start,
+            tokens: sequence.committed(start, length).to_vec(),
+            logits: 0..0,
+        };
+        Some(self.batch(slot, vec![row], true))
     }
 
     fn decoding_slots(&self) -> Vec<usize> {
@@ -165,25 +234,45 @@ impl Stepper {
     }
 
     /// One row for each of `slots`, over the range that holds them; what lies between takes no part and keeps its cache rows.
-    fn decode_batch(&self, slots: &[usize]) -> Option<Batch> {
+    fn decode_batch(&mut self, slots: &[usize]) -> Option<Batch> {
         let range = *slots.first()?..slots.last()? + 1;
+        let mut taps = false;
+        for &slot in slots {
+            let Some((_, sequence)) = &mut self.slots[slot] else {
+                continue;
+            };
+            if let Some(cause) = self.speculation.obstacle(sequence) {
+                sequence.draft.proposal.clear();
+                sequence.draft.plain = cause;
+            }
+            if sequence.draft.proposal.is_empty() {
+                metrics::counter!("outrider_plain_steps_total", "cause" => sequence.draft.plain.as_str()).increment(1);
+            }
+        }
+        for &slot in slots {
+            if let Some((_, sequence)) = &self.slots[slot] {
+                taps |= self.feeds_draft(sequence, sequence.cached());
+            }
+        }
         let rows = range.clone().map(|slot| match &self.slots[slot] {
             Some((_, sequence)) if slots.contains(&slot) => {
-                let tokens = sequence.pending().to_vec();
-                let logits = tokens.len() - 1..tokens.len();
+                let mut tokens = sequence.pending().to_vec();
+                let first_logits = tokens.len() - 1;
+                tokens.extend(&sequence.draft.proposal);
                 BatchRow {
                     start: sequence.cached(),
+                    logits: first_logits..tokens.len(),
                     tokens,
-                    logits,
                 }
             }
             Some((_, sequence)) => BatchRow::gap(sequence.cached()),
             None => BatchRow::gap(0),
         });
-        Some(self.batch(range.start, rows.collect()))
+        let rows = rows.collect();
+        Some(self.batch(range.start, rows, taps))
     }
 
-    fn batch(&self, first_slot: usize, rows: Vec<BatchRow>) -> Batch {
+    fn batch(&self, first_slot: usize, rows: Vec<BatchRow>, taps: bool) -> Batch {
         let longest = |length: fn(&BatchRow) -> usize| rows.iter().map(length).max().unwrap_or(0);
         let width = self.rule.width(longest(|row| row.tokens.len()));
         let logit_width = self.rule.width(longest(|row| row.logits.len()).max(1));
@@ -192,13 +281,17 @@ impl Stepper {
             rows,
             width,
             logit_width,
-            taps: false,
+            taps,
         }
     }
 
     /// Runs a pass and commits its rows to the sequences in `slots`, all of which it carries.
-    fn run_pass(&mut self, batch: &Batch, slots: &[usize], report: &mut StepReport) {
+    ///
+    /// Returns the time in the target.
+    fn run_pass(&mut self, batch: &Batch, slots: &[usize], report: &mut StepReport) -> Duration {
+        let started = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| self.target.forward(batch)));
+        let elapsed = started.elapsed();
         let fault = match outcome {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(describe(&error)),
@@ -229,21 +322,74 @@ impl Stepper {
                 }
             }
         }
+        if batch.taps && fault.is_none() {
+            report.draft_time += self.draft(batch, slots);
+        }
+        elapsed
     }
 
-    /// Walks the rows of logits a sequence got, token by token.
-    ///
-    /// Row `i` of `row.tokens` judges position `start + i + 1`. Where the sequence has a token there already (the prompt), it is scored.
-    /// Where it has none, the target chooses; if the row after it was fed with another token than the choice, that row and all later ones are void.
+    /// Hands the taps of a pass to the drafter, for those of `slots` that are still running.
+    fn draft(&mut self, batch: &Batch, slots: &[usize]) -> Duration {
+        let Self {
+            slots: entries,
+            speculation,
+            target,
+            ..
+        } = self;
+        let range = batch.first_slot..batch.first_slot + batch.rows.len();
+        let rows = entries[range].iter_mut().zip(&batch.rows).enumerate();
+        let rows = rows.map(|(index, (entry, row))| {
+            let (_, sequence) = entry.as_mut()?;
+            let took_part = slots.contains(&(batch.first_slot + index));
+            Some((sequence, took_part.then_some((row.start, row.tokens.len()))))
+        });
+        speculation.draft(batch.first_slot, rows, || target.taps())
+    }
+
+    /// Commits what a pass found for one sequence, and counts what became of its drafted tokens.
     fn commit_row(
         &mut self,
         sequence: &mut Sequence,
         index: usize,
         row: &BatchRow,
     ) -> Result<(Progress, usize), EngineError> {
+        let end = row.start + row.tokens.len();
+        if end <= sequence.cached() {
+            // The rows were fed before; this pass was for their taps.
+            return Ok((Progress::Running, 0));
+        }
+        let drafted = row.tokens.len().saturating_sub(sequence.pending().len());
+        if drafted == 0 {
+            let mut walk = Walk::default();
+            let progress = self.walk(sequence, index, row, &mut walk)?;
+            return Ok((progress, walk.committed));
+        }
+        sequence.record_drafted(drafted);
+        let mut walk = Walk::default();
+        let progress = self.walk(sequence, index, row, &mut walk);
+        metrics::counter!("outrider_speculative_steps_total").increment(1);
+        metrics::counter!("outrider_drafted_tokens_total").increment(drafted as u64);
+        for position in 1..=walk.accepted {
+            metrics::counter!("outrider_accepted_tokens_total", "position" => position.to_string())
+                .increment(1);
+        }
+        metrics::histogram!("outrider_acceptance_length_tokens").record(walk.committed as f64);
+        Ok((progress?, walk.committed))
+    }
+
+    /// Walks the rows of logits a sequence got, token by token.
+    ///
+    /// Row `i` of `row.tokens` judges position `start + i + 1`. Where the sequence has a token there already (the prompt), it is scored.
+    /// Where it has none, the target chooses; if the row after it was fed with another token than the choice, that row and all later ones are void.
+    fn walk(
+        &mut self,
+        sequence: &mut Sequence,
+        index: usize,
+        row: &BatchRow,
+        walk: &mut Walk,
+    ) -> Result<Progress, EngineError> {
         let Range { start: first, end } = row.logits.clone();
         let prompt_tokens = sequence.request().prompt.len();
-        let mut committed = 0;
         // Everything that was fed from the sequence itself is valid whatever the logits say.
         sequence.set_cached(row.start + row.tokens.len().min(sequence.pending().len()));
         for fed in first..end {
@@ -258,7 +404,7 @@ impl Stepper {
                 continue;
             }
             if position == prompt_tokens && sequence.prompt_done() == Progress::Finished {
-                return Ok((Progress::Finished, committed));
+                return Ok(Progress::Finished);
             }
             let id = self
                 .sampler
@@ -270,17 +416,31 @@ impl Stepper {
                 }
                 None => None,
             };
-            committed += 1;
-            if sequence.commit(id, scored, &self.eos) == Progress::Finished {
-                return Ok((Progress::Finished, committed));
+            let is_drafted = row.tokens.get(fed + 1) == Some(&id);
+            if is_drafted {
+                walk.accepted += 1;
+                sequence.record_accepted();
             }
-            if row.tokens.get(fed + 1) != Some(&id) {
+            walk.committed += 1;
+            if sequence.commit(id, scored, &self.eos) == Progress::Finished {
+                return Ok(Progress::Finished);
+            }
+            if !is_drafted {
                 break;
             }
             sequence.set_cached(position + 1);
         }
-        Ok((Progress::Running, committed))
+        Ok(Progress::Running)
     }
+}
+
+/// What a walk over the logits of one sequence led to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Walk {
+    /// Tokens committed.
+    committed: usize,
+    /// Drafted tokens among them.
+    accepted: usize,
 }
 
 fn describe(error: &ModelError) -> String {
@@ -296,7 +456,7 @@ fn describe(error: &ModelError) -> String {
     text
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

@@ -53,6 +53,8 @@ fn start_with(
     let options = EngineOptions {
         queue_capacity,
         prefill_chunk_tokens,
+        speculate: true,
+        draft_block_size: None,
     };
     let load = move || {
         let mut target = Box::new(target);
@@ -60,6 +62,7 @@ fn start_with(
         Ok(Loaded {
             target,
             probe,
+            draft: Draft::Unavailable("none".to_owned()),
             text: Box::new(letters),
             eos_token_ids: vec![EOS],
         })
@@ -186,6 +189,7 @@ fn simulate(request: &Request) -> Answer {
     let usage = Usage {
         prompt_tokens: request.prompt.len(),
         completion_tokens: answer.ids.len(),
+        speculative: SpeculativeUsage::default(),
     };
     answer.end = Some(Ok((reason, usage)));
     answer
@@ -461,6 +465,8 @@ fn a_model_that_cannot_be_loaded_leaves_a_reason() {
     let options = EngineOptions {
         queue_capacity: 1,
         prefill_chunk_tokens: 1,
+        speculate: true,
+        draft_block_size: None,
     };
     let (handle, thread) = start(options, || {
         Err(ModelError::Batch("no such graph".to_owned()))

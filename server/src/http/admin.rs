@@ -176,6 +176,7 @@ async fn scrape(
                 model: &backend.card().name,
                 bundle_digest: &backend.card().bundle_digest,
                 lossless_class: status.lossless.map(|class| class.as_str()),
+                drafting: status.speculation.map(|speculation| speculation.drafting),
             }
         }),
     });

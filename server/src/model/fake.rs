@@ -1,6 +1,6 @@
 //! A target for tests: its logits are a hash of the tokens in the slot, so any slip of cache rows, positions or slots changes the output.
 
-use super::{Batch, BatchRow, ModelError, Target, TargetShape};
+use super::{Batch, BatchRow, ModelError, Taps, Target, TargetShape};
 
 /// Stands in cache rows that only served as padding; reading one changes the hash.
 const PADDING: u32 = u32::MAX;
@@ -8,12 +8,17 @@ const PADDING: u32 = u32::MAX;
 /// Size of the vocabulary.
 pub(crate) const VOCAB_SIZE: usize = 64;
 
+/// Columns of the taps: the token and its position.
+const TAP_SIZE: usize = 2;
+
 type Hook = Box<dyn FnMut(&Batch) -> Result<(), ModelError> + Send>;
 
 pub(crate) struct FakeTarget {
     shape: TargetShape,
     slots: Vec<Vec<u32>>,
     logits: Vec<Vec<Vec<f32>>>,
+    /// `[rows, width, 2]` of the last pass, when it asked for them.
+    taps: Option<(Vec<f32>, usize, usize)>,
     /// Added to one logit of every row, to play kernels that depend on shape or content.
     disturbance: fn(&Batch) -> f32,
     /// Called before each pass; may fail or panic.
@@ -27,12 +32,13 @@ impl FakeTarget {
             context_tokens,
             headroom_tokens: 32,
             vocab_size: VOCAB_SIZE,
-            tap_size: 0,
+            tap_size: TAP_SIZE,
         };
         Self {
             shape,
             slots: vec![Vec::new(); slots],
             logits: Vec::new(),
+            taps: None,
             disturbance: |_| 0.0,
             before: Box::new(|_| Ok(())),
         }
@@ -83,6 +89,7 @@ impl Target for FakeTarget {
         (self.before)(batch)?;
         let disturbance = (self.disturbance)(batch);
         self.logits.clear();
+        let mut taps = Vec::new();
         for (
             index,
             BatchRow {
@@ -117,7 +124,19 @@ impl Target for FakeTarget {
             });
             self.logits.push(rows.collect());
             cache.resize(start + batch.width, PADDING);
+            for position in *start..start + batch.width {
+                let token = cache[position];
+                taps.extend([
+                    if token == PADDING {
+                        f32::NAN
+                    } else {
+                        token as f32
+                    },
+                    position as f32,
+                ]);
+            }
         }
+        self.taps = batch.taps.then_some((taps, batch.rows.len(), batch.width));
         Ok(())
     }
 
@@ -125,7 +144,13 @@ impl Target for FakeTarget {
         &self.logits[row][index]
     }
 
-    fn taps(&self, _row: usize, _index: usize) -> &[f32] {
-        &[]
+    fn taps(&self) -> Taps<'_> {
+        let (values, rows, width) = self.taps.as_ref().expect("the pass asked for taps");
+        Taps {
+            values,
+            rows: *rows,
+            width: *width,
+            size: TAP_SIZE,
+        }
     }
 }

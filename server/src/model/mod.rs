@@ -81,8 +81,36 @@ pub trait Target: Send {
     /// Logits `[vocab_size]` of the `index`-th row asked for by `rows[row].logits` of the last batch.
     fn logits(&self, row: usize, index: usize) -> &[f32];
 
-    /// Taps `[tap_size]` of token `index` of `rows[row]` of the last batch, when it asked for them.
-    fn taps(&self, row: usize, index: usize) -> &[f32];
+    /// Taps of the last batch.
+    ///
+    /// # Panics
+    ///
+    /// The batch did not ask for them.
+    fn taps(&self) -> Taps<'_>;
+}
+
+/// Taps of one pass, `[rows, width, size]`, as the target left them in memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Taps<'a> {
+    /// The values.
+    pub values: &'a [f32],
+    /// Sequences of the pass.
+    pub rows: usize,
+    /// Rows of every sequence, padding included.
+    pub width: usize,
+    /// Columns: number of tapped layers times hidden size.
+    pub size: usize,
+}
+
+impl<'a> Taps<'a> {
+    /// Taps `[size]` of token `index` of sequence `row`.
+    pub fn of(&self, row: usize, index: usize) -> &'a [f32] {
+        assert!(
+            row < self.rows && index < self.width,
+            "taps {index} of row {row} were not computed"
+        );
+        &self.values[(row * self.width + index) * self.size..][..self.size]
+    }
 }
 
 /// Why a model can't be loaded or a pass can't be run.

@@ -16,7 +16,7 @@ use outrider_bundle::VerifiedBundle;
 use outrider_bundle::manifest::{Attention, TargetFacts};
 
 use super::memory::{Buffer, release_freed, view};
-use super::{Batch, ModelError, Target, TargetShape, runtime};
+use super::{Batch, ModelError, Taps, Target, TargetShape, runtime};
 
 /// Cache rows of a slot beyond its context: padding rows of a batched step may be written there.
 const HEADROOM_TOKENS: usize = 32;
@@ -367,16 +367,18 @@ impl Target for OnnxTarget {
             [(row * logit_width + index) * vocab_size..][..vocab_size]
     }
 
-    fn taps(&self, row: usize, index: usize) -> &[f32] {
+    fn taps(&self) -> Taps<'_> {
         let Pass {
             rows, width, taps, ..
         } = self.last;
-        assert!(
-            taps && row < rows && index < width,
-            "taps {index} of row {row} were not computed"
-        );
-        let tap_size = self.shape.tap_size;
-        &self.taps.as_f32(rows * width * tap_size)[(row * width + index) * tap_size..][..tap_size]
+        assert!(taps, "the last pass computed no taps");
+        let size = self.shape.tap_size;
+        Taps {
+            values: self.taps.as_f32(rows * width * size),
+            rows,
+            width,
+            size,
+        }
     }
 }
 

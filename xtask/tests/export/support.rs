@@ -189,7 +189,7 @@ pub fn forward(target: &mut OnnxTarget, first_slot: usize, parts: &[(usize, &[u3
             .map(|index| target.logits(row, index).to_vec())
             .collect(),
         taps: (0..tokens.len())
-            .map(|index| target.taps(row, index).to_vec())
+            .map(|index| target.taps().of(row, index).to_vec())
             .collect(),
     };
     parts.iter().enumerate().map(rows).collect()

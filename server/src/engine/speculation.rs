@@ -1,0 +1,340 @@
+//! Drafting inside a step: which sequences get a block, how wide, and what happens when the drafter fails.
+//!
+//! Nothing here can change a token: a proposal is only ever compared with the target's choice, in [`super::step`].
+//! A draft pass that fails costs its sequences one plain step each; passes that go on failing are suspended and tried again later.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use super::sequence::Sequence;
+use super::status::{Drafting, SpeculationStatus};
+use super::step::panic_text;
+use crate::draft::{Block, DraftBatch, DraftRow, Drafter};
+use crate::model::Taps;
+
+/// Failed draft passes in a row that suspend drafting.
+const FAILURES_TO_SUSPEND: u32 = 3;
+
+/// Steps that drafting is suspended for at first; doubled each time the pass that is tried afterwards fails as well.
+const SUSPENSION_STEPS: u32 = 64;
+
+/// Longest suspension in steps.
+const LONGEST_SUSPENSION_STEPS: u32 = 4096;
+
+/// What the loader found in the place of a draft.
+pub enum Draft {
+    /// A drafter for the same slots as the target's.
+    Loaded(Box<dyn Drafter>),
+    /// None, and why; for operators.
+    Unavailable(String),
+}
+
+/// Why a sequence took a step without drafted tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlainCause {
+    /// No draft is loaded, or it can't be used.
+    Unavailable,
+    /// Drafting is switched off.
+    Off,
+    /// The request asked for none.
+    Request,
+    /// Drafting is suspended after repeated failures.
+    Suspended,
+    /// The draft pass failed.
+    DraftError,
+    /// The draft's logits were not finite.
+    NonFinite,
+    /// The sequence is at the end of the draft's context.
+    Context,
+    /// One token is left to generate.
+    LastToken,
+    /// The draft's context lags behind, after a failure or a time without drafting.
+    CatchingUp,
+}
+
+impl PlainCause {
+    /// Every cause.
+    pub const ALL: [Self; 9] = [
+        Self::Unavailable,
+        Self::Off,
+        Self::Request,
+        Self::Suspended,
+        Self::DraftError,
+        Self::NonFinite,
+        Self::Context,
+        Self::LastToken,
+        Self::CatchingUp,
+    ];
+
+    /// The name that metrics show.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unavailable => "unavailable",
+            Self::Off => "off",
+            Self::Request => "request",
+            Self::Suspended => "suspended",
+            Self::DraftError => "draft_error",
+            Self::NonFinite => "non_finite",
+            Self::Context => "context",
+            Self::LastToken => "last_token",
+            Self::CatchingUp => "catching_up",
+        }
+    }
+}
+
+/// The draft side of one sequence.
+#[derive(Debug)]
+pub(super) struct SequenceDraft {
+    /// Rows of the draft context that are valid: the taps of the first `context` tokens.
+    pub context: usize,
+    /// Tokens proposed for the positions behind the newest token.
+    pub proposal: Vec<u32>,
+    /// Why there is no proposal.
+    pub plain: PlainCause,
+}
+
+impl Default for SequenceDraft {
+    fn default() -> Self {
+        Self {
+            context: 0,
+            proposal: Vec::new(),
+            plain: PlainCause::CatchingUp,
+        }
+    }
+}
+
+/// The drafter and whether it is used.
+pub(super) struct Speculation {
+    drafter: Option<Box<dyn Drafter>>,
+    /// Why there is no drafter; empty when there is one.
+    absence: String,
+    block_size: usize,
+    enabled: bool,
+    breaker: Breaker,
+}
+
+/// Suspends drafting after repeated failures.
+#[derive(Debug, Default)]
+struct Breaker {
+    failures: u32,
+    /// Steps left of the suspension; 0 lets passes through.
+    wait: u32,
+    /// Length of the next suspension.
+    next_wait: u32,
+    fault: String,
+}
+
+impl Breaker {
+    fn record_failure(&mut self, fault: String) {
+        self.failures += 1;
+        self.fault = fault;
+        if self.failures >= FAILURES_TO_SUSPEND {
+            self.next_wait = (self.next_wait * 2).clamp(SUSPENSION_STEPS, LONGEST_SUSPENSION_STEPS);
+            self.wait = self.next_wait;
+            tracing::error!(
+                failures = self.failures,
+                steps = self.wait,
+                fault = self.fault,
+                "drafting is suspended"
+            );
+        }
+    }
+
+    fn record_success(&mut self) {
+        if self.failures >= FAILURES_TO_SUSPEND {
+            tracing::info!("drafting works again");
+        }
+        *self = Self::default();
+    }
+}
+
+impl Speculation {
+    /// `block_size` narrows the drafter's own.
+    pub(super) fn new(draft: Draft, block_size: Option<usize>) -> Self {
+        let (drafter, absence) = match draft {
+            Draft::Loaded(drafter) => (Some(drafter), String::new()),
+            Draft::Unavailable(reason) => (None, reason),
+        };
+        let widest = drafter
+            .as_ref()
+            .map_or(0, |drafter| drafter.shape().block_size);
+        Self {
+            drafter,
+            absence,
+            block_size: block_size.map_or(widest, |size| size.min(widest)),
+            enabled: false,
+            breaker: Breaker::default(),
+        }
+    }
+
+    /// What operators are told.
+    pub(super) fn status(&self) -> SpeculationStatus {
+        let (drafting, detail) = self.state();
+        SpeculationStatus {
+            drafting,
+            detail: detail.to_owned(),
+            block_size: self.drafter.as_ref().map(|_| self.block_size),
+        }
+    }
+
+    /// Whether it drafts, and why not.
+    pub(super) fn state(&self) -> (Drafting, &str) {
+        if self.drafter.is_none() {
+            (Drafting::Unavailable, &self.absence)
+        } else if !self.enabled {
+            (Drafting::Off, "")
+        } else if self.breaker.wait > 0 {
+            (Drafting::Suspended, &self.breaker.fault)
+        } else {
+            (Drafting::On, "")
+        }
+    }
+
+    /// Starts a step with the switch as it is now.
+    pub(super) fn begin_step(&mut self, enabled: bool) {
+        self.enabled = enabled;
+        self.breaker.wait = self.breaker.wait.saturating_sub(1);
+    }
+
+    /// Why `sequence` can't have drafted tokens at the moment; `None` when it can.
+    pub(super) fn obstacle(&self, sequence: &Sequence) -> Option<PlainCause> {
+        if !sequence.request().speculative {
+            return Some(PlainCause::Request);
+        }
+        match self.state().0 {
+            Drafting::Unavailable => Some(PlainCause::Unavailable),
+            Drafting::Off => Some(PlainCause::Off),
+            Drafting::Suspended => Some(PlainCause::Suspended),
+            // A block needs a row for the anchor and one for a candidate.
+            Drafting::On if sequence.tokens() + 1 > self.context_tokens() => {
+                Some(PlainCause::Context)
+            }
+            Drafting::On => None,
+        }
+    }
+
+    fn context_tokens(&self) -> usize {
+        self.drafter
+            .as_ref()
+            .map_or(0, |drafter| drafter.shape().context_tokens)
+    }
+
+    /// What to draft for `sequence` after a pass that fed `fed` of its tokens from position `start` on.
+    ///
+    /// `None` when the pass is of no use to its draft context.
+    fn row(&self, sequence: &Sequence, start: usize, fed: usize) -> Option<DraftRow> {
+        if self.obstacle(sequence).is_some() || sequence.draft.context != start {
+            return None;
+        }
+        let kept = sequence.cached().min(start + fed);
+        let mut row = DraftRow {
+            context_start: start,
+            context_rows: kept - start,
+            block: None,
+        };
+        let remaining = sequence.remaining_tokens();
+        // With one token left the target's next pass gives it, whatever is drafted.
+        if kept + 1 == sequence.tokens() && remaining > 1 {
+            let width = self
+                .block_size
+                .min(remaining + 1)
+                .min(self.context_tokens() - row.anchor_position());
+            let sampling = &sequence.request().sampling;
+            row.block = Some(Block {
+                anchor: sequence.newest_token(),
+                width,
+                temperature: sampling.temperature,
+                seed: sequence.request().seed,
+            });
+        }
+        Some(row)
+    }
+
+    /// Runs the draft pass behind a target pass over slots from `first_slot` on.
+    ///
+    /// `rows` has one entry per slot of the pass: the sequence in it, and from which position how many of its tokens were fed, when it took part.
+    /// Afterwards every sequence that took part holds a proposal or the reason why it has none.
+    /// Returns the time in the drafter.
+    pub(super) fn draft<'s, 't>(
+        &mut self,
+        first_slot: usize,
+        rows: impl Iterator<Item = Option<(&'s mut Sequence, Option<(usize, usize)>)>>,
+        taps: impl FnOnce() -> Taps<'t>,
+    ) -> Duration {
+        let mut sequences = Vec::new();
+        let mut batch = DraftBatch {
+            first_slot,
+            rows: Vec::new(),
+        };
+        for (index, entry) in rows.enumerate() {
+            let Some((sequence, fed)) = entry else {
+                batch.rows.push(DraftRow::gap(0));
+                continue;
+            };
+            let wanted = fed.and_then(|(start, fed)| {
+                sequence.draft.proposal.clear();
+                sequence.draft.plain = PlainCause::CatchingUp;
+                self.row(sequence, start, fed)
+            });
+            batch
+                .rows
+                .push(wanted.unwrap_or_else(|| DraftRow::gap(sequence.draft.context)));
+            if wanted.is_some() {
+                sequences.push((index, sequence));
+            }
+        }
+        if sequences.is_empty() {
+            return Duration::ZERO;
+        }
+        let Some(drafter) = &mut self.drafter else {
+            return Duration::ZERO;
+        };
+        let started = Instant::now();
+        let outcome = catch_unwind(AssertUnwindSafe(|| drafter.draft(&batch, taps())));
+        let elapsed = started.elapsed();
+        let fault = match outcome {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(panic) => Some(panic_text(panic.as_ref())),
+        };
+        if let Some(fault) = fault {
+            tracing::warn!(fault, "a draft pass failed, going on without it");
+            metrics::counter!("outrider_draft_errors_total", "cause" => "pass").increment(1);
+            for (_, sequence) in sequences {
+                sequence.draft.plain = PlainCause::DraftError;
+            }
+            self.breaker.record_failure(fault);
+            return elapsed;
+        }
+        let (mut blocks, mut empty) = (0, 0);
+        for (index, sequence) in sequences {
+            let row = &batch.rows[index];
+            sequence.draft.context = row.anchor_position();
+            let Some(block) = row.block else {
+                sequence.draft.plain = PlainCause::LastToken;
+                continue;
+            };
+            blocks += 1;
+            let proposal = drafter.proposal(index);
+            sequence
+                .draft
+                .proposal
+                .extend(&proposal[..proposal.len().min(block.width - 1)]);
+            if sequence.draft.proposal.len() + 1 < block.width {
+                metrics::counter!("outrider_draft_errors_total", "cause" => "non_finite")
+                    .increment(1);
+            }
+            if sequence.draft.proposal.is_empty() {
+                empty += 1;
+                sequence.draft.plain = PlainCause::NonFinite;
+            }
+        }
+        if blocks > 0 && empty == blocks {
+            self.breaker
+                .record_failure("the draft's logits are not finite".to_owned());
+        } else if blocks > 0 {
+            self.breaker.record_success();
+        }
+        elapsed
+    }
+}
