@@ -1,10 +1,34 @@
-//! A drafter for tests: it proposes what a script says and checks on the way that its context is exactly the tokens the sequence has kept.
+//! A drafter for tests: it proposes what a script says, and takes note when its context is not exactly the tokens the sequence has kept.
+
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{DraftBatch, DraftError, Drafter, DrafterShape};
 use crate::model::Taps;
 
-/// What a script sees: the tokens before the anchor, the anchor, and the widest proposal that will be looked at.
-pub(crate) type Script = Box<dyn FnMut(&[u32], u32, usize) -> Result<Vec<u32>, DraftError> + Send>;
+/// What a script sees: the tokens before the anchor, the anchor, and how many tokens are wanted.
+type Script = Box<dyn FnMut(&[u32], u32, usize) -> Result<Vec<u32>, DraftError> + Send>;
+
+/// What a [`FakeDrafter`] found wrong. A panic would not do: the engine contains it like any other failure of a drafter.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Violations(Arc<Mutex<Vec<String>>>);
+
+impl Violations {
+    pub(crate) fn found(&self) -> Vec<String> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn check(&self, holds: bool, what: impl FnOnce() -> String) {
+        if !holds {
+            self.0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(what());
+        }
+    }
+}
 
 pub(crate) struct FakeDrafter {
     shape: DrafterShape,
@@ -12,6 +36,7 @@ pub(crate) struct FakeDrafter {
     contexts: Vec<Vec<u32>>,
     proposals: Vec<Vec<u32>>,
     script: Script,
+    violations: Violations,
 }
 
 impl FakeDrafter {
@@ -31,7 +56,12 @@ impl FakeDrafter {
             contexts: vec![Vec::new(); slots],
             proposals: Vec::new(),
             script: Box::new(script),
+            violations: Violations::default(),
         }
+    }
+
+    pub(crate) fn violations(&self) -> Violations {
+        self.violations.clone()
     }
 }
 
@@ -41,29 +71,39 @@ impl Drafter for FakeDrafter {
     }
 
     fn draft(&mut self, batch: &DraftBatch, taps: Taps<'_>) -> Result<(), DraftError> {
-        assert_eq!(taps.rows, batch.rows.len());
+        let violations = self.violations.clone();
+        let limit = self.shape.context_tokens;
+        violations.check(taps.rows == batch.rows.len(), || {
+            format!("taps of {} rows for {}", taps.rows, batch.rows.len())
+        });
         self.proposals.clear();
         for (index, row) in batch.rows.iter().enumerate() {
             let context = &mut self.contexts[batch.first_slot + index];
-            assert!(
-                row.context_start <= context.len(),
-                "context rows {}..{} were never written",
-                context.len(),
-                row.context_start
-            );
-            context.truncate(row.context_start);
+            violations.check(row.context_start <= context.len(), || {
+                format!(
+                    "rows {}..{} were never written",
+                    context.len(),
+                    row.context_start
+                )
+            });
+            context.resize(row.context_start, u32::MAX);
             for offset in 0..row.context_rows {
-                let &[token, position] = taps.of(index, offset) else {
-                    panic!("a tap has two values");
-                };
-                assert_eq!(position as usize, context.len(), "taps of another position");
-                context.push(token as u32);
+                let tap = taps.of(index, offset);
+                violations.check(tap[1] as usize == context.len(), || {
+                    format!("a tap of position {} at {}", tap[1], context.len())
+                });
+                violations.check(tap[0].is_finite(), || "the tap of a padding row".to_owned());
+                context.push(tap[0] as u32);
             }
-            assert!(context.len() <= self.shape.context_tokens);
+            let width = row.block.map_or(0, |block| block.width);
+            violations.check(context.len() + width <= limit, || {
+                format!("{} + {width} rows of {limit}", context.len())
+            });
             let mut proposal = Vec::new();
             if let Some(block) = row.block {
-                assert!((2..=self.shape.block_size).contains(&block.width));
-                assert!(context.len() + block.width <= self.shape.context_tokens);
+                violations.check((2..=self.shape.block_size).contains(&block.width), || {
+                    format!("a block of {}", block.width)
+                });
                 proposal = (self.script)(context, block.anchor, block.width - 1)?;
                 proposal.truncate(block.width - 1);
             }

@@ -99,6 +99,7 @@ struct Facts {
     detail: String,
     lossless: Option<LosslessClass>,
     shape: Option<TargetShape>,
+    /// Drafting as it is when it is switched on.
     speculation: Option<SpeculationStatus>,
 }
 
@@ -346,7 +347,7 @@ fn run(
         {
             let mut facts = lock(&shared.facts);
             if facts.speculation.as_ref().map(|status| status.drafting)
-                != Some(stepper.speculation().state().0)
+                != Some(stepper.speculation().ability().0)
             {
                 facts.speculation = Some(stepper.speculation().status());
             }

@@ -167,9 +167,9 @@ impl Speculation {
         }
     }
 
-    /// What operators are told.
+    /// What operators are told while drafting is switched on.
     pub(super) fn status(&self) -> SpeculationStatus {
-        let (drafting, detail) = self.state();
+        let (drafting, detail) = self.ability();
         SpeculationStatus {
             drafting,
             detail: detail.to_owned(),
@@ -177,12 +177,10 @@ impl Speculation {
         }
     }
 
-    /// Whether it drafts, and why not.
-    pub(super) fn state(&self) -> (Drafting, &str) {
+    /// Whether it drafts when it is switched on, and why not.
+    pub(super) fn ability(&self) -> (Drafting, &str) {
         if self.drafter.is_none() {
             (Drafting::Unavailable, &self.absence)
-        } else if !self.enabled {
-            (Drafting::Off, "")
         } else if self.breaker.wait > 0 {
             (Drafting::Suspended, &self.breaker.fault)
         } else {
@@ -201,15 +199,13 @@ impl Speculation {
         if !sequence.request().speculative {
             return Some(PlainCause::Request);
         }
-        match self.state().0 {
+        match self.ability().0 {
             Drafting::Unavailable => Some(PlainCause::Unavailable),
-            Drafting::Off => Some(PlainCause::Off),
+            _ if !self.enabled => Some(PlainCause::Off),
             Drafting::Suspended => Some(PlainCause::Suspended),
             // A block needs a row for the anchor and one for a candidate.
-            Drafting::On if sequence.tokens() + 1 > self.context_tokens() => {
-                Some(PlainCause::Context)
-            }
-            Drafting::On => None,
+            _ if sequence.tokens() + 1 > self.context_tokens() => Some(PlainCause::Context),
+            _ => None,
         }
     }
 

@@ -11,6 +11,8 @@ use super::*;
 use crate::model::fake::{FakeTarget, VOCAB_SIZE};
 use crate::model::probe::probe;
 
+mod drafting;
+
 const EOS: u32 = 63;
 
 /// Text in which token `n` is the letter with that number, so that stop strings are easy to aim at.
@@ -56,15 +58,24 @@ fn start_with(
         speculate: true,
         draft_block_size: None,
     };
+    start_drafting(target, Draft::Unavailable("none".to_owned()), options, EOS)
+}
+
+fn start_drafting(
+    target: FakeTarget,
+    draft: Draft,
+    options: EngineOptions,
+    eos: u32,
+) -> (EngineHandle, JoinHandle<()>) {
     let load = move || {
         let mut target = Box::new(target);
         let probe = probe(target.as_mut())?;
         Ok(Loaded {
             target,
             probe,
-            draft: Draft::Unavailable("none".to_owned()),
+            draft,
             text: Box::new(letters),
-            eos_token_ids: vec![EOS],
+            eos_token_ids: vec![eos],
         })
     };
     let (handle, thread) = start(options, load).expect("a thread can be started");
@@ -138,6 +149,10 @@ fn collect(mut events: UnboundedReceiver<Event>) -> Answer {
 
 /// What the engine must answer: one token after the other, from the whole history each time.
 fn simulate(request: &Request) -> Answer {
+    simulate_until(request, EOS)
+}
+
+fn simulate_until(request: &Request, eos: u32) -> Answer {
     let mut answer = Answer::default();
     let mut tokens = request.prompt.clone();
     if let Some(top) = request.prompt_logprobs {
@@ -168,7 +183,7 @@ fn simulate(request: &Request) -> Answer {
         );
         tokens.push(id);
         answer.ids.push(id);
-        if id == EOS && !request.ignore_eos {
+        if id == eos && !request.ignore_eos {
             reason = FinishReason::Stop;
             break;
         }
@@ -182,7 +197,7 @@ fn simulate(request: &Request) -> Answer {
             break;
         }
     }
-    let by_stop_string = reason == FinishReason::Stop && answer.ids.last() != Some(&EOS);
+    let by_stop_string = reason == FinishReason::Stop && answer.ids.last() != Some(&eos);
     if !by_stop_string {
         answer.text.push('!');
     }

@@ -115,15 +115,17 @@ impl Target for FakeTarget {
                     && start + batch.width
                         <= self.shape.context_tokens + self.shape.headroom_tokens
             );
-            cache.truncate(*start);
-            cache.extend(tokens);
+            // Rows behind the pass keep what they hold, as they do in a real cache.
+            let end = cache.len().max(start + batch.width);
+            cache.resize(end, PADDING);
+            cache[*start..start + batch.width].fill(PADDING);
+            cache[*start..start + tokens.len()].copy_from_slice(tokens);
             let rows = logits.clone().map(|row| {
                 let mut logits = Self::logits_after(&cache[..start + row + 1]);
                 logits[0] += disturbance;
                 logits
             });
             self.logits.push(rows.collect());
-            cache.resize(start + batch.width, PADDING);
             for position in *start..start + batch.width {
                 let token = cache[position];
                 taps.extend([
