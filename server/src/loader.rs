@@ -2,8 +2,8 @@
 //!
 //! This is the only place that knows every layer. It decides nothing about a request; it refuses a bundle or a machine that cannot serve it.
 
-use std::sync::Arc;
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use outrider_bundle::VerifiedBundle;
 use serde_json::{Map, Value};
@@ -11,8 +11,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::config::{Config, ExecutionProvider};
 use crate::engine::{
-    self, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
-    SubmitError, TextSink,
+    self, Drafting, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
+    SpeculationError, SubmitError, TextSink,
 };
 use crate::http::backend::{Backend, ModelCard};
 use crate::lifecycle::{Latch, Startup};
@@ -42,7 +42,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
             .unwrap_or_else(|| manifest.name.clone()),
         bundle_digest: bundle.digest().to_owned(),
         generation: manifest.generation.clone(),
-        draft: false,
+        draft: Err("the bundle has none".to_owned()),
     };
     let limits = ModelLimits {
         context_tokens: config
@@ -59,11 +59,8 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         "bundle verified"
     );
 
-    if config.speculative.enabled && !card.draft {
-        tracing::warn!(
-            key = "serving.speculative.enabled",
-            "no draft is loaded, serving without drafting"
-        );
+    if config.speculative.required {
+        return Err("serving.speculative.required is true, but the bundle has no draft".to_owned());
     }
 
     let options = EngineOptions {
@@ -75,6 +72,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     let (handle_sender, handle) = mpsc::channel::<EngineHandle>();
     let (engine, thread) = {
         let text = text.clone();
+        let speculate = config.speculative.enabled;
         engine::start(options, move || {
             let loaded = load_target(&bundle, &config, &startup, free_bytes, text.clone())?;
             if let Ok(engine) = handle.recv() {
@@ -83,6 +81,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
                     limits,
                     engine,
                     text,
+                    switch: Mutex::new(speculate),
                 }));
             }
             Ok(loaded)
@@ -187,6 +186,14 @@ struct EngineBackend {
     limits: ModelLimits,
     engine: EngineHandle,
     text: Arc<Text>,
+    /// Whether drafting is switched on; the engine's status tells what its last step did with it.
+    switch: Mutex<bool>,
+}
+
+impl EngineBackend {
+    fn switch(&self) -> MutexGuard<'_, bool> {
+        self.switch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Backend for EngineBackend {
@@ -199,7 +206,26 @@ impl Backend for EngineBackend {
     }
 
     fn status(&self) -> EngineStatus {
-        self.engine.status()
+        let mut status = self.engine.status();
+        if let Some(speculation) = &mut status.speculation
+            && speculation.drafting == Drafting::Off
+            && *self.switch()
+        {
+            // No step has run since it was switched on.
+            speculation.drafting = Drafting::On;
+        }
+        status
+    }
+
+    fn speculation(&self) -> bool {
+        *self.switch()
+    }
+
+    fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError> {
+        let mut switch = self.switch();
+        self.engine.set_speculation(enabled)?;
+        *switch = enabled;
+        Ok(())
     }
 
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {

@@ -209,6 +209,11 @@ fn start_logging(config: &Config) -> Result<(), String> {
     };
     let filter = Targets::new()
         .with_default(of_libraries)
+        // It calls it an error when a caller speaks bad HTTP or hangs up, and has nothing else to say of use to an operator.
+        .with_target(
+            "actix_http::h1::dispatcher",
+            (level > Level::INFO).then_some(level),
+        )
         .with_target("outrider", level);
     tracing_subscriber::registry()
         .with(output.with_filter(filter))

@@ -64,6 +64,7 @@ const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
 const RUNNING: &str = "outrider_completions_running";
 const WAITING: &str = "outrider_completions_waiting";
 const DRAFTING: &str = "outrider_drafting";
+const DRAFT_INFO: &str = "outrider_draft_info";
 const MODEL_INFO: &str = "outrider_model_info";
 const BUILD_INFO: &str = "outrider_build_info";
 
@@ -214,6 +215,12 @@ pub const METRICS: &[Metric] = &[
         help: "1 for the state that drafting is in, 0 for the others: unavailable, off, on, suspended",
     },
     Metric {
+        name: DRAFT_INFO,
+        kind: Kind::Gauge,
+        labels: &["architecture", "block_size", "candidate_topk"],
+        help: "Always 1, and there only when a draft is loaded; the labels say which, how many tokens its widest block has, and how many candidates each position",
+    },
+    Metric {
         name: MODEL_INFO,
         kind: Kind::Gauge,
         labels: &["model", "bundle_digest", "lossless_class"],
@@ -313,6 +320,19 @@ pub struct EngineSnapshot<'a> {
     pub lossless_class: Option<&'static str>,
     /// State of drafting, once the model is loaded.
     pub drafting: Option<Drafting>,
+    /// The draft, when one is loaded.
+    pub draft: Option<DraftInfo<'a>>,
+}
+
+/// Which draft is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct DraftInfo<'a> {
+    /// Its architecture.
+    pub architecture: &'a str,
+    /// Tokens of its widest block in use, the anchor included.
+    pub block_size: usize,
+    /// Candidates per position in use.
+    pub candidate_topk: usize,
 }
 
 /// Records what a scrape reads from the state of the server.
@@ -334,6 +354,15 @@ pub fn snapshot(snapshot: &Snapshot<'_>) {
                     0.0
                 });
             }
+        }
+        if let Some(draft) = engine.draft {
+            metrics::gauge!(
+                DRAFT_INFO,
+                "architecture" => draft.architecture.to_owned(),
+                "block_size" => draft.block_size.to_string(),
+                "candidate_topk" => draft.candidate_topk.to_string()
+            )
+            .set(1.0);
         }
         if let Some(class) = engine.lossless_class {
             metrics::gauge!(

@@ -136,7 +136,10 @@ pub async fn run(
         backend.stop();
         let _ = timeout(LAST_WORDS, ended).await;
     }
-    tracing::info!("stopped");
+    // Any other ending is told by the caller, as the error it is.
+    if ending == Ending::Stopped {
+        tracing::info!("stopped");
+    }
     Ok(ending)
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::servers::Server;
 
 /// One choice, however it was delivered. Log-probabilities stay JSON, so that equality is equality of every digit.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Answer {
     /// The text.
     pub text: String,
@@ -20,8 +20,31 @@ pub struct Answer {
     pub prompt_token_ids: Vec<u64>,
     /// For each generated token its log-probability, and text and log-probability of the most likely ones.
     pub logprobs: Vec<Value>,
-    /// The usage object.
+    /// The usage object without `speculative`.
     pub usage: Value,
+    /// What drafting did: `usage.speculative`.
+    pub speculative: Value,
+}
+
+/// Equal answers: everything but what drafting did on the way, which may differ from run to run.
+impl PartialEq for Answer {
+    fn eq(&self, other: &Self) -> bool {
+        let Self {
+            text,
+            finish_reason,
+            token_ids,
+            prompt_token_ids,
+            logprobs,
+            usage,
+            speculative: _,
+        } = self;
+        *text == other.text
+            && *finish_reason == other.finish_reason
+            && *token_ids == other.token_ids
+            && *prompt_token_ids == other.prompt_token_ids
+            && *logprobs == other.logprobs
+            && *usage == other.usage
+    }
 }
 
 /// A request of `server`'s model with `fields`, token ids and, if streamed, usage included.
@@ -87,8 +110,10 @@ impl Answer {
         if let Some(error) = body.get("error") {
             bail!("an error inside the answer: {error}");
         }
-        if body["usage"].is_object() {
-            self.usage = body["usage"].clone();
+        if let Some(usage) = body["usage"].as_object() {
+            let mut usage = usage.clone();
+            self.speculative = usage.shift_remove("speculative").unwrap_or_default();
+            self.usage = usage.into();
         }
         let choice = &body["choices"][0];
         let text = match api {

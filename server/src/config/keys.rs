@@ -96,8 +96,8 @@ pub const KEYS: &[Key] = &[
     Key {
         path: "serving.draft_model_path",
         kind: Kind::Path,
-        default: Default::Unset("no draft"),
-        help: "Directory of the draft model. Reserved: this version does not draft and refuses a value.",
+        default: Default::Unset("see bundle"),
+        help: "Directory of the bundle that holds the draft. A bundle holds target and draft together, so this is the same directory, and may as well be left out.",
     },
     Key {
         path: "serving.model_name",
@@ -115,7 +115,7 @@ pub const KEYS: &[Key] = &[
         path: "serving.admin_listen",
         kind: Kind::Address,
         default: Default::Value("127.0.0.1:8081"),
-        help: "Address of /livez, /readyz and /metrics.",
+        help: "Address of /livez, /readyz, /metrics and /admin/speculation. There is no authentication here either.",
     },
     Key {
         path: "serving.shutdown_grace_ms",
@@ -129,32 +129,32 @@ pub const KEYS: &[Key] = &[
     Key {
         path: "serving.speculative.enabled",
         kind: Kind::Flag,
-        default: Default::Value("false"),
-        help: "Draft several tokens ahead. The output is the same either way.",
+        default: Default::Value("true"),
+        help: "Draft several tokens ahead when the bundle has a draft. The output is the same either way. PUT /admin/speculation switches it while the server runs.",
     },
     Key {
         path: "serving.speculative.required",
         kind: Kind::Flag,
         default: Default::Value("false"),
-        help: "Refuse to start when drafting is not possible, instead of serving without it.",
+        help: "Refuse to start when the draft can't be used, instead of serving without it and saying so in /readyz.",
     },
     Key {
         path: "serving.speculative.draft_block_size",
         kind: Kind::Integer { min: 2, max: 64 },
         default: Default::Unset("the draft's own"),
-        help: "Tokens of one draft block, the anchor included.",
+        help: "Tokens of one draft block, the anchor included. At most the draft's own.",
     },
     Key {
         path: "serving.speculative.candidate_topk",
         kind: Kind::Integer { min: 1, max: 64 },
         default: Default::Unset("the draft's own"),
-        help: "Candidates per position of a draft block.",
+        help: "Candidates per position of a draft block. At most the draft's own.",
     },
     Key {
         path: "serving.speculative.acceptance_strategy",
         kind: Kind::OneOf(&["strict"]),
         default: Default::Value("strict"),
-        help: "Rule for drafted tokens: strict accepts a token only when it is the target's own choice.",
+        help: "Rule for drafted tokens: strict accepts a token only when it is the target's own choice, and drafts only on machines where that choice is the same bits with and without a draft.",
     },
     Key {
         path: "serving.runtime.execution_provider",
@@ -187,7 +187,7 @@ pub const KEYS: &[Key] = &[
         path: "serving.runtime.kv_cache_ratio",
         kind: Kind::Share,
         default: Default::Value("0.5"),
-        help: "Share of the memory free at start that the KV memory may take. More than that is a start-up error.",
+        help: "Share of the memory free at start that the KV memory of target and draft may take. More than that is a start-up error.",
     },
     Key {
         path: "serving.runtime.prefill_chunk_tokens",

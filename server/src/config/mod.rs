@@ -12,7 +12,7 @@ mod tests;
 
 use std::net::SocketAddr;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use figment::Figment;
@@ -62,9 +62,9 @@ pub struct Config {
 /// Drafting.
 #[derive(Clone, Debug)]
 pub struct Speculative {
-    /// Whether to draft.
+    /// Whether to draft, until it is switched while the server runs.
     pub enabled: bool,
-    /// Whether to refuse to start when drafting is not possible.
+    /// Whether to refuse to start when the draft can't be used.
     pub required: bool,
     /// Tokens of one draft block, when it is not the draft's own.
     pub draft_block_size: Option<usize>,
@@ -514,26 +514,18 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
     if !is_set("serving.runtime.onnxruntime_library") {
         fault("serving.runtime.onnxruntime_library", Problem::Required);
     }
-    if is_set("serving.draft_model_path") {
+    let bundle = values
+        .text("serving.bundle")
+        .or_else(|| values.text("serving.target_model_path"));
+    if let (Some(draft), Some(bundle)) = (values.text("serving.draft_model_path"), bundle)
+        && Path::new(draft) != Path::new(bundle)
+    {
         fault(
             "serving.draft_model_path",
-            Problem::Conflict("this version does not draft; leave the key out"),
+            Problem::Conflict(
+                "a draft is served from the bundle of its target: give the same directory as there, or leave the key out",
+            ),
         );
-    }
-    if values.flag("serving.speculative.required") {
-        if values.flag("serving.speculative.enabled") {
-            fault(
-                "serving.speculative.required",
-                Problem::Conflict("this version does not draft, so drafting cannot be required"),
-            );
-        } else {
-            fault(
-                "serving.speculative.required",
-                Problem::Conflict(
-                    "serving.speculative.enabled is false; required drafting must be enabled",
-                ),
-            );
-        }
     }
     let listen = values.address("serving.listen");
     if listen.port() != 0 && listen == values.address("serving.admin_listen") {

@@ -126,6 +126,26 @@ fn target_model_path_is_another_name_for_bundle() {
 }
 
 #[test]
+fn target_and_draft_may_both_be_named_when_they_are_one_bundle() {
+    for draft in ["elsewhere", "elsewhere/"] {
+        let mut case = minimal();
+        case.flags = vec![
+            ("serving.target_model_path", "elsewhere"),
+            ("serving.draft_model_path", draft),
+        ];
+        assert_eq!(case.load().unwrap().bundle, PathBuf::from("elsewhere"));
+    }
+}
+
+#[test]
+fn a_draft_can_be_required_and_start_switched_off() {
+    let mut case = minimal();
+    case.file = Some("serving:\n  speculative: {required: true, enabled: false}\n");
+    let speculative = case.load().unwrap().speculative;
+    assert!(speculative.required && !speculative.enabled);
+}
+
+#[test]
 fn null_and_an_empty_file_mean_the_default() {
     let mut case = minimal();
     for text in [
@@ -193,15 +213,17 @@ fn each_wrong_value_is_named_with_what_is_allowed() {
         "model_name: [a, b]",
         "target_model_path: model",
         "draft_model_path: draft",
+        "draft_model_path: \"\"",
         "shutdown_grace_ms: 3600001",
         "shutdown_grace_ms: 1.5",
         "shutdown_grace_ms: \"30000\"",
         "speculative: {enabled: \"yes\"}",
         "speculative: {enabled: 1}",
-        "speculative: {required: true}",
-        "speculative: {enabled: true, required: true}",
+        "speculative: {required: 1}",
         "speculative: {draft_block_size: 1}",
+        "speculative: {draft_block_size: 65}",
         "speculative: {candidate_topk: 0}",
+        "speculative: {candidate_topk: 65}",
         "speculative: {acceptance_strategy: typical}",
         "runtime: {execution_provider: tensorrt}",
         "runtime: {max_concurrency: 1025}",

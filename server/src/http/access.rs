@@ -89,6 +89,8 @@ impl Drop for Record {
             code = self.code,
             prompt_tokens = self.usage.prompt_tokens,
             completion_tokens = self.usage.completion_tokens,
+            drafted_tokens = self.usage.speculative.drafted_tokens,
+            accepted_tokens = self.usage.speculative.accepted_tokens,
             seconds,
             "request"
         );

@@ -1,4 +1,4 @@
-//! The admin listener: `/livez`, `/readyz` and `/metrics`, on loopback unless told otherwise.
+//! The admin listener: `/livez`, `/readyz`, `/metrics` and `/admin/speculation`, on loopback unless told otherwise.
 //!
 //! `/livez` looks at the engine's heartbeat, not at the HTTP threads; a server that is still loading is alive.
 //! `/readyz` is 200 only when every start-up latch has passed and no stop was asked for.
@@ -13,10 +13,11 @@ use serde_json::{Map, Value};
 
 use super::State;
 use super::error::ApiError;
-use super::{method_not_allowed, not_found};
+use super::speculation::{self, Reader, SpeculationBody};
+use super::{READ, method_not_allowed, not_found};
 use crate::engine::Phase;
 use crate::lifecycle::Latch;
-use crate::metrics::{self, EngineSnapshot, Snapshot};
+use crate::metrics::{self, DraftInfo, EngineSnapshot, Snapshot};
 
 #[derive(Serialize)]
 struct Liveness {
@@ -36,6 +37,7 @@ struct Readiness<'a> {
     model: Option<&'a str>,
     bundle_digest: Option<&'a str>,
     lossless_class: Option<&'static str>,
+    speculation: Option<SpeculationBody>,
 }
 
 /// Starts the admin interface on a bound listener. The caller decides when it stops.
@@ -55,22 +57,34 @@ pub fn serve(state: web::Data<State>, listener: TcpListener) -> std::io::Result<
 }
 
 fn routes(config: &mut web::ServiceConfig) {
-    let get_only = || web::to(|request: HttpRequest| method_not_allowed(request, "GET"));
+    let only = |allow: &'static str| {
+        web::to(move |request: HttpRequest| method_not_allowed(request, allow))
+    };
     config
         .service(
             web::resource("/livez")
                 .route(web::get().to(livez))
-                .default_service(get_only()),
+                .route(web::head().to(livez))
+                .default_service(only(READ)),
         )
         .service(
             web::resource("/readyz")
                 .route(web::get().to(readyz))
-                .default_service(get_only()),
+                .route(web::head().to(readyz))
+                .default_service(only(READ)),
         )
         .service(
             web::resource("/metrics")
                 .route(web::get().to(scrape))
-                .default_service(get_only()),
+                .route(web::head().to(scrape))
+                .default_service(only(READ)),
+        )
+        .service(
+            web::resource("/admin/speculation")
+                .route(web::get().to(speculation::get))
+                .route(web::head().to(speculation::get))
+                .route(web::put().to(speculation::put))
+                .default_service(only("GET, HEAD, PUT")),
         );
 }
 
@@ -143,6 +157,8 @@ async fn readyz(state: web::Data<State>) -> HttpResponse {
         lossless_class: status
             .and_then(|status| status.lossless)
             .map(|class| class.as_str()),
+        speculation: backend
+            .and_then(|backend| speculation::state_of(&**backend, Reader::Operator)),
     };
     respond(ready, &body)
 }
@@ -177,6 +193,11 @@ async fn scrape(
                 bundle_digest: &backend.card().bundle_digest,
                 lossless_class: status.lossless.map(|class| class.as_str()),
                 drafting: status.speculation.map(|speculation| speculation.drafting),
+                draft: backend.card().draft.as_ref().ok().map(|draft| DraftInfo {
+                    architecture: &draft.architecture,
+                    block_size: draft.block_size,
+                    candidate_topk: draft.candidate_topk,
+                }),
             }
         }),
     });

@@ -4,7 +4,7 @@ use outrider_bundle::manifest::GenerationDefaults;
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::engine::{EngineStatus, Event, ModelLimits, Request, SubmitError};
+use crate::engine::{EngineStatus, Event, ModelLimits, Request, SpeculationError, SubmitError};
 use crate::text::{ChatError, ChatMessage, EncodeError};
 
 /// A loaded model that takes requests.
@@ -20,6 +20,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Validates and queues a request; dropping the receiver cancels it.
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError>;
+
+    /// Whether drafting is switched on. It may be so and yet nothing be drafted, see [`EngineStatus::speculation`].
+    fn speculation(&self) -> bool;
+
+    /// Switches drafting on or off from the next step on.
+    fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError>;
 
     /// Ends the engine after its current step; requests that wait or run fail.
     fn stop(&self);
@@ -47,6 +53,17 @@ pub struct ModelCard {
     pub bundle_digest: String,
     /// Values for request fields that are left out.
     pub generation: GenerationDefaults,
-    /// Whether a draft model is loaded.
-    pub draft: bool,
+    /// The draft beside it, or why there is none, in words for callers: nothing of the inside.
+    pub draft: Result<DraftCard, String>,
+}
+
+/// Who a loaded draft is.
+#[derive(Clone, Debug)]
+pub struct DraftCard {
+    /// Its architecture, as the manifest names it.
+    pub architecture: String,
+    /// Tokens of its widest block in use, the anchor included.
+    pub block_size: usize,
+    /// Candidates per position in use.
+    pub candidate_topk: usize,
 }

@@ -53,6 +53,8 @@ pub enum Code {
     NotFound,
     /// The path takes another method.
     MethodNotAllowed,
+    /// There is no draft to switch on.
+    DraftUnavailable,
     /// The body is too long.
     RequestTooLarge,
     /// The body is not declared as plain JSON.
@@ -73,7 +75,7 @@ pub enum Code {
 
 impl Code {
     /// Every code, by status.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 33] = [
         Self::InvalidJson,
         Self::UnreadableBody,
         Self::MissingParameter,
@@ -98,6 +100,7 @@ impl Code {
         Self::ModelNotFound,
         Self::NotFound,
         Self::MethodNotAllowed,
+        Self::DraftUnavailable,
         Self::RequestTooLarge,
         Self::UnsupportedMediaType,
         Self::QueueFull,
@@ -135,6 +138,7 @@ impl Code {
             Self::ModelNotFound => "model_not_found",
             Self::NotFound => "not_found",
             Self::MethodNotAllowed => "method_not_allowed",
+            Self::DraftUnavailable => "draft_unavailable",
             Self::RequestTooLarge => "request_too_large",
             Self::UnsupportedMediaType => "unsupported_media_type",
             Self::QueueFull => "queue_full",
@@ -151,6 +155,7 @@ impl Code {
         match self {
             Self::ModelNotFound | Self::NotFound => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
+            Self::DraftUnavailable => StatusCode::CONFLICT,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::UnsupportedMediaType => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::QueueFull => StatusCode::TOO_MANY_REQUESTS,

@@ -107,13 +107,24 @@ impl ApiError {
         .with_param("model")
     }
 
-    /// Drafting was asked for, but no draft is loaded.
-    pub fn no_draft() -> Self {
+    /// A request asked for drafting, but no draft is loaded; `reason` is for callers.
+    pub fn no_draft(reason: &str) -> Self {
         Self::new(
             Code::UnsupportedValue,
-            "`speculative.enabled` is true, but this server has no draft; it must be false or left out",
+            format!(
+                "`speculative.enabled` is true, but this server has no draft: {reason}; it must be false or left out"
+            ),
         )
         .with_param("speculative.enabled")
+    }
+
+    /// An operator switched drafting on, but no draft is loaded; `reason` is for operators.
+    pub fn draft_unavailable(reason: &str) -> Self {
+        Self::new(
+            Code::DraftUnavailable,
+            format!("drafting cannot be switched on: {reason}"),
+        )
+        .with_param("enabled")
     }
 
     /// No route has this path.

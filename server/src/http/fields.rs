@@ -311,6 +311,9 @@ impl fmt::Display for Bounds {
     }
 }
 
+/// Magnitude from which on a number has no signed 64-bit form.
+const BEYOND_64_BITS: f64 = 9_223_372_036_854_775_808.0;
+
 /// Reads a whole number at `path`.
 pub fn integer(path: &str, value: &Value, bounds: RangeInclusive<i64>) -> FieldResult<i64> {
     let Value::Number(number) = value else {
@@ -339,6 +342,19 @@ pub fn integer(path: &str, value: &Value, bounds: RangeInclusive<i64>) -> FieldR
         Some(value) if value > *bounds.end() => Err(too_large(number)),
         Some(value) => Ok(value),
         None if number.is_u64() => Err(too_large(number)),
+        // A whole number beyond 64 bits reaches us as a decimal number, so nobody can tell which of both was written; it is out of bounds as either.
+        None if number.as_f64().is_some_and(|value| value >= BEYOND_64_BITS) => {
+            Err(too_large(number))
+        }
+        None if number
+            .as_f64()
+            .is_some_and(|value| value <= -BEYOND_64_BITS) =>
+        {
+            Err(error(Rule::TooSmall {
+                given: number.to_string(),
+                allowed: allowed(),
+            }))
+        }
         None => Err(error(Rule::Type {
             expected: "an integer",
             found: "a decimal number",
@@ -359,8 +375,13 @@ pub fn number(path: &str, value: &Value, bounds: Bounds) -> FieldResult<f32> {
     let narrowed = number as f32;
     let used = f64::from(narrowed);
     if used < bounds.min || (bounds.open_below && used <= bounds.min) {
+        let given = if number > bounds.min {
+            format!("{value}, which is {narrowed} in single precision")
+        } else {
+            value.to_string()
+        };
         return Err(error(Rule::TooSmall {
-            given: value.to_string(),
+            given,
             allowed: bounds.to_string(),
         }));
     }

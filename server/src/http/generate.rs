@@ -6,15 +6,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use actix_web::http::header;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
-use bytes::Bytes;
 use serde_json::Value;
 
 use super::State;
 use super::access::AccessRecord;
 use super::backend::Backend;
+use super::body;
 use super::choices::{Choices, Piece, Plan, Prompt, random_seed};
 use super::error::ApiError;
-use super::fields::StrictJson;
 use super::params::{
     self, ChatParams, CompletionParams, DEFAULT_COMPLETION_TOKENS, Generation, Limits,
 };
@@ -66,7 +65,7 @@ async fn answer(
         .get::<AccessRecord>()
         .cloned()
         .ok_or_else(|| ApiError::internal("the request has no access record"))?;
-    let body = read_body(&request, payload, state.settings.body_limit_bytes).await?;
+    let body = body::read(&request, payload, state.settings.body_limit_bytes).await?;
 
     let limits = Limits {
         completions: state.settings.max_completions_per_request,
@@ -86,8 +85,7 @@ async fn answer(
         };
         let backend = backend.clone();
         web::block(move || {
-            let StrictJson(body) = serde_json::from_slice(&body).map_err(ApiError::invalid_json)?;
-            let prepared = prepare(&*backend, body, limits);
+            let prepared = prepare(&*backend, body::json(&body)?, limits);
             // Kept to here, not in the handler: a client that leaves does not stop the work.
             drop(turn);
             prepared
@@ -95,44 +93,7 @@ async fn answer(
         .await
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
     };
-    run(backend, prepared, record, state.settings.speculative).await
-}
-
-async fn read_body(
-    request: &HttpRequest,
-    payload: web::Payload,
-    limit_bytes: usize,
-) -> Result<Bytes, ApiError> {
-    let header_text = |name| {
-        request
-            .headers()
-            .get(name)
-            .map(|value| value.to_str().unwrap_or("not text"))
-    };
-    // Browsers send other types across origins without asking; a page must not be able to use a server on its reader's machine.
-    let content_type = header_text(header::CONTENT_TYPE).unwrap_or("missing");
-    let essence = content_type.split(';').next().unwrap_or_default().trim();
-    if !essence.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::unsupported_media_type(
-            "content-type",
-            content_type,
-            "application/json",
-        ));
-    }
-    if let Some(encoding) = header_text(header::CONTENT_ENCODING)
-        && !encoding.eq_ignore_ascii_case("identity")
-    {
-        return Err(ApiError::unsupported_media_type(
-            "content-encoding",
-            encoding,
-            "identity or left out",
-        ));
-    }
-    match payload.to_bytes_limited(limit_bytes).await {
-        Ok(Ok(body)) => Ok(body),
-        Ok(Err(_)) => Err(ApiError::unreadable_body()),
-        Err(_) => Err(ApiError::body_too_large(limit_bytes)),
-    }
+    run(backend, prepared, record).await
 }
 
 fn check_model(backend: &dyn Backend, model: &str) -> Result<(), ApiError> {
@@ -218,7 +179,6 @@ async fn run(
     backend: Arc<dyn Backend>,
     prepared: Prepared,
     record: AccessRecord,
-    speculative: bool,
 ) -> Result<HttpResponse, ApiError> {
     let Prepared {
         shape,
@@ -226,8 +186,8 @@ async fn run(
         generation,
     } = prepared;
     let card = backend.card();
-    if generation.speculative == Some(true) && !card.draft {
-        return Err(ApiError::no_draft());
+    if let (Some(true), Err(reason)) = (generation.speculative, &card.draft) {
+        return Err(ApiError::no_draft(reason));
     }
     let seed = match generation.seed {
         Some(seed) => seed,
@@ -238,7 +198,8 @@ async fn run(
         request_id: record.request_id(),
         seed,
         default_max_tokens: (shape == Shape::Completion).then_some(DEFAULT_COMPLETION_TOKENS),
-        speculative: generation.speculative.unwrap_or(speculative) && card.draft,
+        // A request can only do without: whether there is drafting at all is the server's switch.
+        speculative: generation.speculative.unwrap_or(true),
     };
     let choices = Choices::submit(&*backend, prompts, &generation, &plan)?;
 

@@ -7,6 +7,7 @@
 mod access;
 pub mod admin;
 pub mod backend;
+mod body;
 mod choices;
 pub mod code;
 pub mod error;
@@ -15,6 +16,7 @@ mod generate;
 mod models;
 mod params;
 mod shape;
+mod speculation;
 mod sse;
 
 use std::net::TcpListener;
@@ -35,6 +37,9 @@ use error::ApiError;
 /// Longer than the idle time of common gateways, so that they close an idle connection first and never send into a closing one.
 const KEEP_ALIVE: Duration = Duration::from_secs(75);
 
+/// Methods of routes that only tell; the answer to `HEAD` is that to `GET` without its body.
+const READ: &str = "GET, HEAD";
+
 /// What handlers share.
 pub struct State {
     settings: Settings,
@@ -52,8 +57,6 @@ pub struct Settings {
     pub body_limit_bytes: usize,
     /// Most completions of one request.
     pub max_completions_per_request: usize,
-    /// Whether to draft when a request does not say.
-    pub speculative: bool,
     /// Oldest heartbeat of an engine that counts as alive.
     pub heartbeat_limit: Duration,
 }
@@ -64,7 +67,6 @@ impl Settings {
         Self {
             body_limit_bytes: config.runtime.request_body_limit_bytes,
             max_completions_per_request: config.runtime.max_completions_per_request,
-            speculative: config.speculative.enabled,
             heartbeat_limit: config.runtime.heartbeat_limit,
         }
     }
@@ -142,15 +144,17 @@ fn routes(config: &mut web::ServiceConfig) {
         .service(
             web::resource("/v1/models")
                 .route(web::get().to(models::list))
+                .route(web::head().to(models::list))
                 .default_service(web::to(|request: HttpRequest| {
-                    method_not_allowed(request, "GET")
+                    method_not_allowed(request, READ)
                 })),
         )
         .service(
             web::resource("/v1/models/{id:.+}")
                 .route(web::get().to(models::get))
+                .route(web::head().to(models::get))
                 .default_service(web::to(|request: HttpRequest| {
-                    method_not_allowed(request, "GET")
+                    method_not_allowed(request, READ)
                 })),
         );
 }

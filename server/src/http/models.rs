@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::State;
 use super::backend::Backend;
 use super::error::ApiError;
+use super::speculation::{Reader, SpeculationBody, state_of};
 
 #[derive(Serialize)]
 struct ModelBody<'a> {
@@ -18,6 +19,7 @@ struct ModelBody<'a> {
     bundle_digest: &'a str,
     lossless_class: Option<&'static str>,
     context_length: usize,
+    speculation: Option<SpeculationBody>,
 }
 
 #[derive(Serialize)]
@@ -36,6 +38,7 @@ fn body(backend: &dyn Backend) -> ModelBody<'_> {
         bundle_digest: &card.bundle_digest,
         lossless_class: backend.status().lossless.map(|class| class.as_str()),
         context_length: backend.limits().context_tokens,
+        speculation: state_of(backend, Reader::Caller),
     }
 }
 

@@ -95,7 +95,7 @@ pub struct Generation {
     pub stream: bool,
     /// End the stream with a chunk that holds the usage.
     pub include_usage: bool,
-    /// Whether drafting may, must not, or may as configured be used.
+    /// Whether drafting may be used; when not said it may, and `true` also asks that there is a draft.
     pub speculative: Option<bool>,
     /// Report token ids.
     pub return_token_ids: bool,

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use super::backend::Backend;
 use super::choices::{Choice, Piece};
-use crate::engine::{FinishReason, TokenLogprobs};
+use crate::engine::{FinishReason, TokenLogprobs, Usage};
 
 /// Stands for a probability of zero, whose logarithm JSON cannot hold; OpenAI's value.
 const LOWEST_LOGPROB: f32 = -9999.0;
@@ -67,6 +67,38 @@ pub struct UsageBody {
     pub completion_tokens: usize,
     /// Both together.
     pub total_tokens: usize,
+    /// What drafting did, over all choices.
+    pub speculative: SpeculativeBody,
+}
+
+/// What drafting did for an answer. It depends on what else the server did at the time; nothing else of the answer does.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct SpeculativeBody {
+    /// Drafted tokens that the target checked.
+    pub drafted_tokens: usize,
+    /// Those of them that became part of a completion.
+    pub accepted_tokens: usize,
+    /// Target passes that checked drafted tokens.
+    pub steps: usize,
+}
+
+impl UsageBody {
+    fn of_prompts(prompt_tokens: usize) -> Self {
+        Self {
+            prompt_tokens,
+            total_tokens: prompt_tokens,
+            ..Self::default()
+        }
+    }
+
+    /// Adds what one choice cost; its prompt is counted already.
+    fn add(&mut self, choice: &Usage) {
+        self.completion_tokens += choice.completion_tokens;
+        self.total_tokens = self.prompt_tokens + self.completion_tokens;
+        self.speculative.drafted_tokens += choice.speculative.drafted_tokens;
+        self.speculative.accepted_tokens += choice.speculative.accepted_tokens;
+        self.speculative.steps += choice.speculative.steps;
+    }
 }
 
 #[derive(Serialize)]
@@ -367,11 +399,7 @@ impl AnswerWriter {
         Self {
             head,
             writers: (0..choices).map(ChoiceWriter::new).collect(),
-            usage: UsageBody {
-                prompt_tokens,
-                completion_tokens: 0,
-                total_tokens: prompt_tokens,
-            },
+            usage: UsageBody::of_prompts(prompt_tokens),
         }
     }
 
@@ -428,9 +456,8 @@ impl AnswerWriter {
     }
 
     fn count(&mut self, piece: &Piece) {
-        if let Some((_, usage)) = piece.finished {
-            self.usage.completion_tokens += usage.completion_tokens;
-            self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens;
+        if let Some((_, usage)) = &piece.finished {
+            self.usage.add(usage);
         }
     }
 

@@ -1,6 +1,8 @@
 //! Answers: their shapes, whole and streamed.
 
-use outrider_server::engine::{Event, FinishReason, TokenLogprobs, Usage};
+use outrider_server::engine::{
+    Drafting, Event, FinishReason, SpeculativeUsage, TokenLogprobs, Usage,
+};
 use serde_json::{Value, json};
 
 use crate::fake::{EOS, FakeBackend, THE, stopped, token};
@@ -324,6 +326,11 @@ fn the_finish_reason_and_the_usage_are_the_engines() {
             usage: Usage {
                 prompt_tokens: 2,
                 completion_tokens: 9,
+                speculative: SpeculativeUsage {
+                    drafted_tokens: 12,
+                    accepted_tokens: 5,
+                    steps: 3,
+                },
             },
         },
     ];
@@ -333,8 +340,55 @@ fn the_finish_reason_and_the_usage_are_the_engines() {
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
     assert_eq!(
         answer["usage"],
-        json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11})
+        json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11,
+            "speculative": {"drafted_tokens": 12, "accepted_tokens": 5, "steps": 3}})
     );
+}
+
+#[test]
+fn what_drafting_did_is_summed_over_the_choices_of_whole_answers_and_streams() {
+    let server = TestServer::start(FakeBackend::new().with_draft());
+    let three = json!({"drafted_tokens": 21, "accepted_tokens": 9, "steps": 6});
+    let none = json!({"drafted_tokens": 0, "accepted_tokens": 0, "steps": 0});
+    for (fields, expected) in [
+        (json!({"n": 3}), &three),
+        (json!({"n": 3, "speculative": {"enabled": true}}), &three),
+        (json!({"n": 3, "speculative": {"enabled": false}}), &none),
+    ] {
+        for (path, body) in [
+            ("/v1/completions", completion(&fields)),
+            ("/v1/chat/completions", chat(&fields)),
+        ] {
+            let whole = server.post(path, &body).ok();
+            assert_eq!(&whole["usage"]["speculative"], expected, "{body}");
+            let streamed = with(
+                body,
+                &json!({"stream": true, "stream_options": {"include_usage": true}}),
+            );
+            let events = server.post(path, &streamed).events();
+            let last: Value = serde_json::from_str(&events[events.len() - 2]).unwrap();
+            assert_eq!(last["usage"], whole["usage"], "{streamed}");
+        }
+    }
+}
+
+#[test]
+fn a_model_says_whether_it_drafts() {
+    let server = TestServer::start(FakeBackend::new().with_draft());
+    insta::assert_json_snapshot!(server.get("/v1/models/fake").ok()["speculation"]);
+    // What broke is for operators.
+    server.backend.set_status(|status| {
+        let speculation = status.speculation.as_mut().unwrap();
+        speculation.drafting = Drafting::Suspended;
+        speculation.detail = "onnx runtime: /secret/draft.onnx".to_owned();
+    });
+    let public = server.get("/v1/models");
+    assert!(!public.body.contains("secret"), "{}", public.body);
+    assert_eq!(
+        public.ok()["data"][0]["speculation"]["drafting"],
+        "suspended"
+    );
+    assert!(server.admin("/readyz").body.contains("secret"));
 }
 
 #[test]

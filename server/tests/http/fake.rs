@@ -1,14 +1,14 @@
 //! A deterministic model without ONNX Runtime: one token for each byte, and answers that a test scripts or that spell letters.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outrider_server::engine::{
-    EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase, Request, SubmitError,
-    TokenLogprobs, Usage,
+    Drafting, EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase, Request,
+    SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError, TokenLogprobs, Usage,
 };
-use outrider_server::http::backend::{Backend, ModelCard};
+use outrider_server::http::backend::{Backend, DraftCard, ModelCard};
 use outrider_server::text::{ChatError, ChatMessage, EncodeError};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -26,6 +26,7 @@ pub struct FakeBackend {
     answer: Answer,
     requests: Mutex<Vec<Request>>,
     status: Mutex<EngineStatus>,
+    speculation: AtomicBool,
     encoding: AtomicUsize,
     /// Most prompts that were encoded at the same time.
     pub most_encoding: AtomicUsize,
@@ -57,7 +58,7 @@ impl FakeBackend {
                     min_p: Some(0.125),
                     repetition_penalty: Some(1.25),
                 },
-                draft: false,
+                draft: Err("the bundle has none".to_owned()),
             },
             answer: Box::new(answer),
             requests: Mutex::default(),
@@ -68,7 +69,13 @@ impl FakeBackend {
                 lossless: Some(LosslessClass::Exact),
                 running: 1,
                 waiting: 2,
+                speculation: Some(SpeculationStatus {
+                    drafting: Drafting::Unavailable,
+                    detail: "/srv/model has no draft".to_owned(),
+                    block_size: None,
+                }),
             }),
+            speculation: AtomicBool::new(true),
             encoding: AtomicUsize::new(0),
             most_encoding: AtomicUsize::new(0),
             on_stop: Box::new(|| {}),
@@ -81,7 +88,18 @@ impl FakeBackend {
     }
 
     pub fn with_draft(mut self) -> Self {
-        self.card.draft = true;
+        self.card.draft = Ok(DraftCard {
+            architecture: "DFlash2DraftModel".to_owned(),
+            block_size: 8,
+            candidate_topk: 4,
+        });
+        self.set_status(|status| {
+            status.speculation = Some(SpeculationStatus {
+                drafting: Drafting::On,
+                detail: String::new(),
+                block_size: Some(8),
+            });
+        });
         self
     }
 
@@ -132,6 +150,27 @@ impl Backend for FakeBackend {
         }
         self.requests.lock().unwrap().push(request.clone());
         (self.answer)(&request)
+    }
+
+    fn speculation(&self) -> bool {
+        self.speculation.load(Ordering::SeqCst)
+    }
+
+    fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError> {
+        let mut status = self.status.lock().unwrap();
+        match &mut status.speculation {
+            None => return Err(SpeculationError::NotReady),
+            Some(speculation) if speculation.drafting == Drafting::Unavailable => {
+                if enabled {
+                    return Err(SpeculationError::Unavailable(speculation.detail.clone()));
+                }
+            }
+            Some(speculation) => {
+                speculation.drafting = if enabled { Drafting::On } else { Drafting::Off };
+            }
+        }
+        self.speculation.store(enabled, Ordering::SeqCst);
+        Ok(())
     }
 
     fn stop(&self) {
@@ -222,9 +261,23 @@ pub fn letters(request: &Request) -> Vec<Event> {
         usage: Usage {
             prompt_tokens: request.prompt.len(),
             completion_tokens: request.max_tokens,
+            speculative: drafted(request),
         },
     });
     events
+}
+
+/// What a drafter might have done for a request.
+fn drafted(request: &Request) -> SpeculativeUsage {
+    if request.speculative {
+        SpeculativeUsage {
+            drafted_tokens: 7,
+            accepted_tokens: 3,
+            steps: 2,
+        }
+    } else {
+        SpeculativeUsage::default()
+    }
 }
 
 /// A channel that holds `events` and nothing more.
@@ -265,6 +318,7 @@ pub fn stopped(text: &str, completion_tokens: usize) -> Event {
         usage: Usage {
             prompt_tokens: 2,
             completion_tokens,
+            speculative: SpeculativeUsage::default(),
         },
     }
 }

@@ -44,7 +44,6 @@ fn fields_left_out_take_the_models_defaults_then_openais() {
         assert_eq!(request.sampling, expected, "{path}");
         assert!(request.stop.is_empty() && !request.ignore_eos);
         assert_eq!((request.logprobs, request.prompt_logprobs), (None, None));
-        // The server's own setting.
         assert!(request.speculative);
     }
     assert_eq!(submitted(COMPLETIONS, &json!({})).max_tokens, 16);
@@ -234,6 +233,7 @@ fn every_broken_rule_of_a_completion_is_named() {
             json!({"max_tokens": 4_294_967_296_u64}),
             json!({"max_tokens": 18_446_744_073_709_551_615_u64}),
             json!({"max_tokens": 1e30}),
+            json!({"max_tokens": -1e20}),
             json!({"max_completion_tokens": 5}),
             json!({"temperature": -0.1}),
             json!({"temperature": 2.001}),

@@ -42,7 +42,6 @@ impl TestServer {
         let settings = Settings {
             body_limit_bytes: BODY_LIMIT_BYTES,
             max_completions_per_request: 4,
-            speculative: true,
             heartbeat_limit: Duration::from_secs(1),
         };
         let state = web::Data::new(State::new(settings, startup.clone(), drain.clone()));
@@ -77,6 +76,27 @@ impl TestServer {
 
     pub fn get(&self, path: &str) -> Reply {
         Reply::of(agent().get(format!("http://{}{path}", self.address)).call())
+    }
+
+    /// Sends a body to the admin listener.
+    pub fn put_admin(&self, path: &str, content_type: &str, body: &str) -> Reply {
+        Reply::of(
+            agent()
+                .put(format!("http://{}{path}", self.admin_address))
+                .header("content-type", content_type)
+                .send(body),
+        )
+    }
+
+    /// Asks either listener for the head of an answer.
+    pub fn head(&self, path: &str) -> Reply {
+        let is_admin = !path.starts_with("/v1");
+        let address = if is_admin {
+            self.admin_address
+        } else {
+            self.address
+        };
+        Reply::of(agent().head(format!("http://{address}{path}")).call())
     }
 
     pub fn admin(&self, path: &str) -> Reply {

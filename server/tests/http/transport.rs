@@ -154,11 +154,43 @@ fn unknown_paths_and_methods_are_refused() {
         ),
         refusal("GET /metrics on the main listener", &server.get("/metrics")),
         refusal(
+            "GET /admin/speculation on the main listener",
+            &server.get("/admin/speculation"),
+        ),
+        refusal(
+            "PUT /metrics on the admin listener",
+            &server.put_admin("/metrics", "application/json", "{}"),
+        ),
+        refusal(
             "GET /v1/models on the admin listener",
             &server.admin("/v1/models"),
         ),
     ];
     insta::assert_snapshot!(table.concat());
+}
+
+#[test]
+fn the_answer_to_head_is_that_to_get_without_a_body() {
+    let server = TestServer::start(FakeBackend::new());
+    let gets = [
+        ("/v1/models", server.get("/v1/models")),
+        ("/v1/models/fake", server.get("/v1/models/fake")),
+        ("/v1/models/other", server.get("/v1/models/other")),
+        ("/livez", server.admin("/livez")),
+        ("/readyz", server.admin("/readyz")),
+        ("/admin/speculation", server.admin("/admin/speculation")),
+    ];
+    for (path, get) in gets {
+        let head = server.head(path);
+        assert_eq!(head.status, get.status, "{path}");
+        assert!(head.body.is_empty(), "{path}: {}", head.body);
+        assert_eq!(
+            head.header("content-type"),
+            get.header("content-type"),
+            "{path}"
+        );
+    }
+    assert_eq!(server.head("/metrics").status, 200);
 }
 
 #[test]
