@@ -70,13 +70,13 @@ pub struct FileEntry {
     pub sha256: String,
 }
 
-/// How the attention nodes of a target graph are written.
+/// How the nodes of a graph are written that no older standard operator computes: attention, and the draft's convolutions and selector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
-    /// `outrider.CachedAttention`, a custom op of the server.
+    /// Custom ops of the server, such as `outrider.CachedAttention`.
     Native,
-    /// Standard operators of opset 24: `TensorScatter` and `Attention`.
+    /// Standard operators of opset 24, such as `TensorScatter` and `Attention`.
     Portable,
 }
 
@@ -127,7 +127,7 @@ pub struct TargetFacts {
     pub taps: Vec<usize>,
 }
 
-/// Facts about the draft graph.
+/// Facts about the draft graph; every one is checked against the graph itself when a bundle is made and when it is opened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DraftFacts {
@@ -135,9 +135,23 @@ pub struct DraftFacts {
     pub graph: String,
     /// `DFlashDraftModel` or `DFlash2DraftModel`.
     pub architecture: String,
+    /// Numeric form of the weights.
+    pub precision: Precision,
+    /// Form of the attention, convolution and selector nodes.
+    pub form: Attention,
+    /// Number of draft layers.
+    pub layers: usize,
+    /// Key/value heads per layer.
+    pub kv_heads: usize,
+    /// Size of one head.
+    pub head_dim: usize,
+    /// Element type of the draft's KV cache: `float32`, `float16` or `bfloat16`.
+    pub kv_dtype: String,
+    /// Tokens the draft can propose: all of the vocabulary, or those its head was cut to.
+    pub vocabulary_columns: usize,
     /// Anchor and mask slots of one draft pass.
     pub block_size: usize,
-    /// Candidates per slot.
+    /// Most candidates per slot.
     pub top_k: usize,
     /// Token id of the mask slots.
     pub mask_token_id: u32,
@@ -145,6 +159,35 @@ pub struct DraftFacts {
     pub target_layer_ids: Vec<usize>,
     /// Longest context the draft supports, in tokens.
     pub context_tokens: usize,
+}
+
+impl DraftFacts {
+    /// The facts that neither inputs nor nodes of the graph show, as its metadata has them.
+    pub fn metadata(&self) -> Vec<(&'static str, String)> {
+        let list: Vec<String> = self.target_layer_ids.iter().map(usize::to_string).collect();
+        vec![
+            ("outrider.architecture", self.architecture.clone()),
+            ("outrider.block_size", self.block_size.to_string()),
+            ("outrider.context_tokens", self.context_tokens.to_string()),
+            ("outrider.form", spelling(&self.form)),
+            ("outrider.mask_token_id", self.mask_token_id.to_string()),
+            ("outrider.precision", spelling(&self.precision)),
+            ("outrider.target_layer_ids", list.join(",")),
+            ("outrider.top_k", self.top_k.to_string()),
+            (
+                "outrider.vocabulary_columns",
+                self.vocabulary_columns.to_string(),
+            ),
+        ]
+    }
+}
+
+/// A value as the manifest spells it.
+pub fn spelling(value: &impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(Value::String(spelling)) => spelling,
+        other => unreachable!("precision and attention are spelled as strings, not {other:?}"),
+    }
 }
 
 /// Tokenizer and chat template.
@@ -389,7 +432,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::testing::{manifest_json, sample_manifest};
+    use crate::testing::{manifest_json, sample_draft, sample_manifest};
 
     fn lines(text: &str) -> Vec<String> {
         Manifest::parse(text.as_bytes()).unwrap_err().lines()
@@ -509,6 +552,24 @@ mod tests {
                 "\"eos_token_ids\": [\n      2\n",
                 "\"eos_token_ids\": [\n      99\n",
             );
+        insta::assert_snapshot!(lines(&text).join("\n"));
+    }
+
+    #[test]
+    fn every_bad_value_of_a_draft_is_named_at_once() {
+        let mut manifest = sample_manifest();
+        manifest.draft = Some(DraftFacts {
+            kv_dtype: "int8".to_owned(),
+            layers: 0,
+            vocabulary_columns: 33,
+            top_k: 34,
+            block_size: 1,
+            mask_token_id: 32,
+            target_layer_ids: vec![1, 0],
+            context_tokens: 65,
+            ..sample_draft()
+        });
+        let text = serde_json::to_string(&manifest).unwrap();
         insta::assert_snapshot!(lines(&text).join("\n"));
     }
 

@@ -46,6 +46,8 @@ pub enum AttributeType {
     String = 3,
     /// One tensor.
     Tensor = 4,
+    /// One graph.
+    Graph = 5,
     /// A list of floats.
     Floats = 6,
     /// A list of 64-bit integers.
@@ -152,6 +154,9 @@ pub struct AttributeProto {
     /// Value of a `Tensor`.
     #[prost(message, optional, tag = "5")]
     pub t: Option<TensorProto>,
+    /// Value of a `Graph`: the body of a loop.
+    #[prost(message, optional, boxed, tag = "6")]
+    pub g: Option<Box<GraphProto>>,
     /// Value of `Floats`.
     #[prost(float, repeated, tag = "7")]
     pub floats: Vec<f32>,

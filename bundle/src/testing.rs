@@ -9,8 +9,8 @@ use tempfile::TempDir;
 
 use crate::digest::sha256_hex;
 use crate::manifest::{
-    Attention, FileEntry, GenerationDefaults, Manifest, Precision, SCHEMA_VERSION, Source,
-    TargetFacts, TextFacts,
+    Attention, DraftFacts, FileEntry, GenerationDefaults, Manifest, Precision, SCHEMA_VERSION,
+    Source, TargetFacts, TextFacts,
 };
 use crate::onnx::{
     DataLocation, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto,
@@ -46,6 +46,26 @@ pub fn sample_target() -> TargetFacts {
         context_tokens: 64,
         kv_dtype: "float32".to_owned(),
         taps: vec![0, 1],
+    }
+}
+
+/// Facts of a DFlash 2 draft with one layer for [`sample_target`].
+pub fn sample_draft() -> DraftFacts {
+    DraftFacts {
+        graph: "draft.onnx".to_owned(),
+        architecture: "DFlash2DraftModel".to_owned(),
+        precision: Precision::Fp32,
+        form: Attention::Native,
+        layers: 1,
+        kv_heads: 1,
+        head_dim: 4,
+        kv_dtype: "float32".to_owned(),
+        vocabulary_columns: 32,
+        block_size: 4,
+        top_k: 3,
+        mask_token_id: 31,
+        target_layer_ids: vec![0, 1],
+        context_tokens: 48,
     }
 }
 
@@ -211,4 +231,80 @@ pub fn sample_graph() -> ModelProto {
         }),
         metadata_props: vec![entry("taps", "0,1")],
     }
+}
+
+/// A graph with the inputs, outputs, nodes and metadata of [`sample_draft`].
+pub fn sample_draft_graph() -> ModelProto {
+    let (int64, float) = (DataType::Int64, DataType::Float);
+    let mut input = vec![
+        value("taps", float, &["batch", "context", "32"]),
+        value("context_position_ids", int64, &["batch", "context"]),
+        value("context_start", int64, &["batch"]),
+        value("context_rows", int64, &["batch"]),
+        value("block_ids", int64, &["batch", "block"]),
+        value("block_position_ids", int64, &["batch", "block"]),
+        value("block_rows", int64, &["batch"]),
+        value("temperature", float, &["batch"]),
+        value("seed", int64, &["batch"]),
+        value("candidate_topk", int64, &["1"]),
+    ];
+    let mut output = vec![value("draft_ids", int64, &["batch", "slots"])];
+    for side in ["key", "value"] {
+        let dims = ["batch", "max", "4"];
+        input.push(value(&format!("{side}_cache.0"), float, &dims));
+        output.push(value(&format!("updated_{side}_cache.0"), float, &dims));
+    }
+    let ops = [
+        ("BlockAttention", 1),
+        ("GroupedDynamicConv", 4),
+        ("PathSelector", 1),
+    ];
+    let node = ops.iter().flat_map(|&(op_type, count)| {
+        let node = NodeProto {
+            op_type: op_type.to_owned(),
+            domain: "outrider".to_owned(),
+            ..NodeProto::default()
+        };
+        std::iter::repeat_n(node, count)
+    });
+    let opset = |domain: &str, version| OperatorSetIdProto {
+        domain: domain.to_owned(),
+        version,
+    };
+    let metadata = sample_draft().metadata().into_iter();
+    ModelProto {
+        ir_version: 12,
+        opset_import: vec![opset("", 24), opset("outrider", 1)],
+        producer_name: "sample".to_owned(),
+        graph: Some(GraphProto {
+            node: node.collect(),
+            input,
+            output,
+            ..GraphProto::default()
+        }),
+        metadata_props: metadata
+            .map(|(key, value)| StringStringEntryProto {
+                key: key.to_owned(),
+                value,
+            })
+            .collect(),
+        ..ModelProto::default()
+    }
+}
+
+/// An intact bundle directory with a draft.
+pub fn sample_pair() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_sample_files(dir.path());
+    let graph = sample_draft_graph().encode_to_vec();
+    fs::write(dir.path().join("draft.onnx"), &graph).unwrap();
+    let mut manifest = sample_manifest();
+    manifest.draft = Some(sample_draft());
+    let entry = FileEntry {
+        size_bytes: graph.len() as u64,
+        sha256: sha256_hex(&graph),
+    };
+    manifest.files.insert("draft.onnx".to_owned(), entry);
+    manifest.write(dir.path()).unwrap();
+    dir
 }

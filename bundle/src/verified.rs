@@ -34,6 +34,7 @@ impl VerifiedBundle {
             dir: dir.to_owned(),
             faults,
         })?;
+        manifest.check_graphs(dir)?;
         Ok(Self {
             dir: dir.to_owned(),
             digest: manifest.digest(),
@@ -91,7 +92,7 @@ impl VerifiedBundle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::sample_bundle;
+    use crate::testing::{sample_bundle, sample_pair};
 
     #[test]
     fn an_intact_bundle_opens_and_reads() {
@@ -120,5 +121,29 @@ mod tests {
             error.contains("tokenizer.json: has sha256") && error.contains("the manifest says"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn facts_that_the_graphs_contradict_do_not_open() {
+        type Change = fn(&mut Manifest);
+        let changes: [(Change, &str); 2] = [
+            (
+                |manifest| manifest.target.kv_dtype = "float16".to_owned(),
+                "model.onnx: `key_cache.0` is float32",
+            ),
+            (
+                |manifest| manifest.draft.as_mut().unwrap().block_size = 3,
+                "draft.onnx: the graph's metadata has outrider.block_size = \"4\", the manifest says \"3\"",
+            ),
+        ];
+        for (change, expected) in changes {
+            let dir = sample_pair();
+            let mut manifest = Manifest::load(dir.path()).unwrap();
+            VerifiedBundle::open(dir.path()).unwrap();
+            change(&mut manifest);
+            manifest.write(dir.path()).unwrap();
+            let lines = VerifiedBundle::open(dir.path()).unwrap_err().lines();
+            assert!(lines[0].starts_with(expected), "{lines:?}");
+        }
     }
 }

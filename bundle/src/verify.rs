@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::contract::{FactError, check_external_files, check_target};
+use crate::contract::{FactError, check_draft, check_external_files, check_target};
 use crate::digest::hash_file;
 use crate::facts::{GraphError, GraphFacts};
 use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError, list};
@@ -184,12 +184,28 @@ impl Manifest {
 impl Manifest {
     /// Checks the graphs of a bundle directory against the facts of this manifest and against the contract of [`crate::contract`].
     pub fn check_graphs(&self, dir: &Path) -> Result<(), BundleError> {
-        let path = &self.target.graph;
+        self.check_graph(dir, &self.target.graph, |graph| {
+            check_target(&self.target, graph)
+        })?;
+        let Some(draft) = &self.draft else {
+            return Ok(());
+        };
+        self.check_graph(dir, &draft.graph, |graph| {
+            check_draft(draft, &self.target, graph)
+        })
+    }
+
+    fn check_graph(
+        &self,
+        dir: &Path,
+        path: &str,
+        check: impl FnOnce(&GraphFacts) -> Result<(), Vec<FactError>>,
+    ) -> Result<(), BundleError> {
         let graph = GraphFacts::read(&dir.join(path)).map_err(|source| BundleError::Graph {
             dir: dir.to_owned(),
             source,
         })?;
-        let mut errors = check_target(&self.target, &graph).err().unwrap_or_default();
+        let mut errors = check(&graph).err().unwrap_or_default();
         errors.extend(
             check_external_files(path, &graph, &self.files)
                 .err()
@@ -200,7 +216,7 @@ impl Manifest {
         } else {
             Err(BundleError::Facts {
                 dir: dir.to_owned(),
-                path: path.clone(),
+                path: path.to_owned(),
                 errors,
             })
         }

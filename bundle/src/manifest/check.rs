@@ -105,6 +105,18 @@ impl Check<'_> {
         }
     }
 
+    fn kv_dtype(&mut self, field: &str, kv_dtype: &str) {
+        if !KV_DTYPES.contains(&kv_dtype) {
+            self.fault(
+                field,
+                format!(
+                    "{kv_dtype:?} is unknown, allowed are {}",
+                    KV_DTYPES.join(", ")
+                ),
+            );
+        }
+    }
+
     fn target(&mut self, target: &TargetFacts) {
         self.listed("target.graph", &target.graph);
         self.name("target.architecture", &target.architecture);
@@ -116,16 +128,7 @@ impl Check<'_> {
             ("target.vocab_size", target.vocab_size, MAX_SIZE),
             ("target.context_tokens", target.context_tokens, MAX_SIZE),
         ]);
-        if !KV_DTYPES.contains(&target.kv_dtype.as_str()) {
-            self.fault(
-                "target.kv_dtype",
-                format!(
-                    "{:?} is unknown, allowed are {}",
-                    target.kv_dtype,
-                    KV_DTYPES.join(", ")
-                ),
-            );
-        }
+        self.kv_dtype("target.kv_dtype", &target.kv_dtype);
         self.layer_ids("target.taps", &target.taps, target.layers);
     }
 
@@ -133,10 +136,29 @@ impl Check<'_> {
         self.listed("draft.graph", &draft.graph);
         self.name("draft.architecture", &draft.architecture);
         self.sizes(&[
-            ("draft.block_size", draft.block_size, MAX_SIZE),
-            ("draft.top_k", draft.top_k, MAX_SIZE),
-            ("draft.context_tokens", draft.context_tokens, MAX_SIZE),
+            ("draft.layers", draft.layers, MAX_LAYERS),
+            ("draft.kv_heads", draft.kv_heads, MAX_SIZE),
+            ("draft.head_dim", draft.head_dim, MAX_SIZE),
+            (
+                "draft.vocabulary_columns",
+                draft.vocabulary_columns,
+                target.vocab_size,
+            ),
+            ("draft.top_k", draft.top_k, draft.vocabulary_columns),
+            (
+                "draft.context_tokens",
+                draft.context_tokens,
+                target.context_tokens,
+            ),
         ]);
+        if !(2..=draft.context_tokens).contains(&draft.block_size) {
+            let problem = format!(
+                "{} is out of range, allowed is 2 to draft.context_tokens, {}",
+                draft.block_size, draft.context_tokens
+            );
+            self.fault("draft.block_size", problem);
+        }
+        self.kv_dtype("draft.kv_dtype", &draft.kv_dtype);
         if draft.mask_token_id as usize >= target.vocab_size {
             let problem = format!(
                 "{} is no token, the vocabulary has {}",
