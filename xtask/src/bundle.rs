@@ -266,13 +266,25 @@ fn describe(manifest: &Manifest, graph: Result<&GraphFacts, &str>) -> String {
     if let Some(draft) = &manifest.draft {
         row(
             "draft",
-            format!("{} in {}", draft.architecture, draft.graph),
+            format!(
+                "{}, {} weights, {} operators",
+                draft.architecture,
+                word(&draft.precision),
+                word(&draft.form)
+            ),
         );
         row(
             "",
             format!(
-                "blocks of {}, {} candidates per slot",
-                draft.block_size, draft.top_k
+                "{} layers, {} key/value heads of {}, KV cache in {}",
+                draft.layers, draft.kv_heads, draft.head_dim, draft.kv_dtype
+            ),
+        );
+        row(
+            "",
+            format!(
+                "blocks of {}, {} candidates per slot out of {} tokens",
+                draft.block_size, draft.top_k, draft.vocabulary_columns
             ),
         );
         row(

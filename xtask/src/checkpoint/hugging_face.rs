@@ -5,12 +5,12 @@
 //! Meanings and defaults are those of transformers 5; where versions of transformers disagree, the reader refuses instead of choosing.
 //! Dense decoders of the families Llama, Mistral, Qwen2 and Qwen3, weights in fp32, fp16 or bf16.
 
-mod config;
-mod fields;
+pub(super) mod config;
+pub(super) mod fields;
 mod generation;
-mod rope;
+pub(super) mod rope;
 mod text;
-mod weights;
+pub(super) mod weights;
 
 use std::fs;
 use std::path::Path;
@@ -55,7 +55,7 @@ fn name(directory: &Path) -> anyhow::Result<String> {
 }
 
 /// The `license` entry of the model card, which is YAML between two lines of dashes at the start of `README.md`.
-fn licence(directory: &Path) -> anyhow::Result<Option<String>> {
+pub(super) fn licence(directory: &Path) -> anyhow::Result<Option<String>> {
     let path = directory.join("README.md");
     if !path.is_file() {
         return Ok(None);

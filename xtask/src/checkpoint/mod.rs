@@ -3,6 +3,7 @@
 //! Readers (GGUF, Hugging Face directories) bring every format to this form: Hugging Face tensor names, `[out, in]` matrices, fp32 values, and rotary
 //! rows in half-split order. The exporter knows nothing of formats. A feature that this form can't express is an error in the reader.
 
+mod draft;
 mod gguf;
 mod hugging_face;
 mod inventory;
@@ -16,6 +17,8 @@ use std::path::Path;
 
 use anyhow::{Context, ensure};
 use outrider_bundle::manifest::{GenerationDefaults, Source};
+
+pub use draft::{Dflash2, DraftAttention, DraftCheckpoint, DraftConfig, open_draft};
 
 /// A decoder-only checkpoint.
 pub struct Checkpoint {
@@ -152,7 +155,7 @@ impl DecoderConfig {
 
     /// Refuses sizes that no decoder can have.
     fn check(&self) -> anyhow::Result<()> {
-        for (what, size) in [
+        check_sizes(&[
             ("vocabulary", self.vocab_size),
             ("hidden size", self.hidden_size),
             ("feed-forward size", self.intermediate_size),
@@ -161,13 +164,7 @@ impl DecoderConfig {
             ("number of key/value heads", self.kv_heads),
             ("head size", self.head_dim),
             ("context length", self.context_tokens),
-        ] {
-            ensure!(
-                (1..=Self::MAX_SIZE).contains(&size),
-                "{what} {size} is out of range, allowed are 1 to {}",
-                Self::MAX_SIZE
-            );
-        }
+        ])?;
         ensure!(
             self.layers <= Self::MAX_LAYERS,
             "number of layers {} is out of range, allowed are 1 to {}",
@@ -203,6 +200,18 @@ impl DecoderConfig {
         );
         Ok(())
     }
+}
+
+/// Refuses sizes that are 0, or so large that a product of two of them overflows.
+fn check_sizes(sizes: &[(&str, usize)]) -> anyhow::Result<()> {
+    for (what, size) in sizes {
+        ensure!(
+            (1..=DecoderConfig::MAX_SIZE).contains(size),
+            "{what} {size} is out of range, allowed are 1 to {}",
+            DecoderConfig::MAX_SIZE
+        );
+    }
+    Ok(())
 }
 
 /// Opens a checkpoint: a GGUF file, or a directory as Hugging Face publishes them.

@@ -2,11 +2,12 @@
 
 use anyhow::Result;
 use outrider_bundle::manifest::Attention;
-use outrider_bundle::onnx::DataType;
 
-use super::decoder::Exporter;
+use super::decoder::{Decoder, ROWS};
+use super::exporter::Exporter;
 use super::graph::{Call, Dim, OUTRIDER, float, int, string};
 use super::rope;
+use crate::checkpoint::Rope;
 
 /// Query, key and value of one layer, `[batch, sequence, heads * head_dim]`.
 pub struct Heads<'a> {
@@ -18,16 +19,34 @@ pub struct Heads<'a> {
     pub value: &'a str,
 }
 
+/// How heads are normed and rotated in standard operators.
+pub struct HeadRotation<'a> {
+    /// Prefix of the names of the nodes.
+    pub name: &'a str,
+    /// Number of heads.
+    pub heads: usize,
+    /// Size of one head.
+    pub head_dim: usize,
+    /// Constant with the weight of the RMS norm of each head, where there is one.
+    pub norm: Option<&'a str>,
+    /// Positions `[batch, sequence]`.
+    pub positions: &'a str,
+}
+
 impl Exporter<'_> {
     /// Adds the rotary tables.
-    pub fn rotary_tables(&mut self) -> Result<()> {
-        let head_dim = self.config.head_dim;
-        let positions = self.config.context_tokens;
-        let tables = rope::tables(&self.config.rope, head_dim, positions);
+    pub fn rotary_tables(
+        &mut self,
+        rope: &Rope,
+        head_dim: usize,
+        positions: usize,
+        attention: Attention,
+    ) -> Result<()> {
+        let tables = rope::tables(rope, head_dim, positions);
         for (name, values) in [("rotary.cos", tables.cos), ("rotary.sin", tables.sin)] {
             let dims = [positions, head_dim / 2];
-            match self.options.attention {
-                // The custom operator rotates in fp32 whatever the element type.
+            match attention {
+                // The custom operators rotate in fp32 whatever the element type.
                 Attention::Native => self.fp32_constant(name, &values, &dims)?,
                 Attention::Portable => self.float_constant(name, &values, &dims)?,
             };
@@ -35,6 +54,82 @@ impl Exporter<'_> {
         Ok(())
     }
 
+    /// Name of the size of an axis of a value, an integer without dimensions.
+    pub fn size_of(&mut self, name: &str, value: &str, axis: i64) -> String {
+        let shape = self.graph.node(
+            &format!("{name}_shape"),
+            "Shape",
+            &[value],
+            vec![int("start", axis), int("end", axis + 1)],
+        );
+        let none = self.graph.ints(&[0]);
+        self.graph.node(name, "Squeeze", &[&shape, &none], vec![])
+    }
+
+    /// Name of the distances `[batch, 1, rows, max]` from each query back to each cache row; `first` `[batch]` is the cache row of the first query.
+    pub fn key_distances(&mut self, prefix: &str, first: &str, rows: &str) -> String {
+        let (zero, one) = (self.graph.int(0), self.graph.int(1));
+        let max = self.size_of(&format!("{prefix}.max"), "key_cache.0", 1);
+        let range = |exporter: &mut Self, name: &str, size: &str| {
+            let name = format!("{prefix}.{name}");
+            exporter
+                .graph
+                .node(&name, "Range", &[&zero, size, &one], vec![])
+        };
+        let row = range(self, "row", rows);
+        let keys = range(self, "keys", &max);
+        let last_axes = self.graph.ints(&[1, 2, 3]);
+        let first = self.graph.node(
+            &format!("{prefix}.first_4d"),
+            "Unsqueeze",
+            &[first, &last_axes],
+            vec![],
+        );
+        let last_axis = self.graph.ints(&[1]);
+        let row = self.graph.node(
+            &format!("{prefix}.row_2d"),
+            "Unsqueeze",
+            &[&row, &last_axis],
+            vec![],
+        );
+        let queries = format!("{prefix}.queries");
+        let queries = self.graph.node(&queries, "Add", &[&first, &row], vec![]);
+        let distances = format!("{prefix}.distances");
+        self.graph
+            .node(&distances, "Sub", &[&queries, &keys], vec![])
+    }
+
+    /// Norms and rotates heads `[batch, sequence, heads * head_dim]` in standard operators.
+    pub fn rotate_heads(&mut self, input: &str, rotation: &HeadRotation) -> String {
+        let HeadRotation {
+            name,
+            heads,
+            head_dim,
+            norm,
+            positions,
+        } = *rotation;
+        let mut value = input.to_owned();
+        if let Some(weight) = norm {
+            let split = self.graph.ints(&[0, 0, heads as i64, head_dim as i64]);
+            let joined = self.graph.ints(&[0, 0, (heads * head_dim) as i64]);
+            let cut = format!("{name}.heads");
+            value = self.graph.node(&cut, "Reshape", &[&value, &split], vec![]);
+            value = self.rms_norm(&format!("{name}.normed"), &value, weight);
+            let whole = format!("{name}.joined");
+            value = self
+                .graph
+                .node(&whole, "Reshape", &[&value, &joined], vec![]);
+        }
+        self.graph.node(
+            &format!("{name}.rotated"),
+            "RotaryEmbedding",
+            &[&value, "rotary.cos", "rotary.sin", positions],
+            vec![int("interleaved", 0), int("num_heads", heads as i64)],
+        )
+    }
+}
+
+impl Decoder<'_> {
     /// Adds the attention of a layer and returns the name of its result `[batch, sequence, heads * head_dim]`.
     pub fn attention(&mut self, layer: usize, heads: &Heads) -> Result<String> {
         match self.options.attention {
@@ -49,9 +144,12 @@ impl Exporter<'_> {
             let mut norms = [String::new(), String::new()];
             for (norm, which) in norms.iter_mut().zip(["q_norm", "k_norm"]) {
                 let tensor = format!("model.layers.{layer}.self_attn.{which}.weight");
-                let values = self.tensors.take(&tensor, &[self.config.head_dim])?;
+                let values = self
+                    .exporter
+                    .tensors
+                    .take(&tensor, &[self.config.head_dim])?;
                 let dims = [self.config.head_dim];
-                *norm = self.fp32_constant(&tensor, &values, &dims)?;
+                *norm = self.exporter.fp32_constant(&tensor, &values, &dims)?;
             }
             norms.into()
         } else {
@@ -74,7 +172,7 @@ impl Exporter<'_> {
         if self.config.qk_norm {
             inputs.extend([q_norm.as_str(), k_norm.as_str()]);
         }
-        self.graph.call(Call {
+        self.exporter.graph.call(Call {
             domain: OUTRIDER,
             op_type: "CachedAttention",
             inputs: &inputs,
@@ -91,9 +189,9 @@ impl Exporter<'_> {
             ],
         });
         let width = self.config.heads * self.config.head_dim;
-        self.graph.value(
+        self.exporter.graph.value(
             &name,
-            self.element,
+            self.exporter.element,
             &[
                 Dim::Symbol("batch"),
                 Dim::Symbol("sequence"),
@@ -115,7 +213,7 @@ impl Exporter<'_> {
             (&key_cache, key.as_str(), &new_key_cache),
             (&value_cache, heads.value, &new_value_cache),
         ] {
-            self.graph.node(
+            self.exporter.graph.node(
                 updated,
                 "TensorScatter",
                 &[cache, rows, "write_indices"],
@@ -127,7 +225,7 @@ impl Exporter<'_> {
             Some(window) => self.window_mask(window),
             None => String::new(),
         };
-        Ok(self.graph.node(
+        Ok(self.exporter.graph.node(
             &prefix,
             "Attention",
             &[
@@ -155,34 +253,20 @@ impl Exporter<'_> {
         heads: usize,
     ) -> Result<String> {
         let head_dim = self.config.head_dim;
-        let prefix = format!("layers.{layer}.attention.{norm}");
-        let mut value = input.to_owned();
+        let tensor = format!("model.layers.{layer}.self_attn.{norm}.weight");
         if self.config.qk_norm {
-            let tensor = format!("model.layers.{layer}.self_attn.{norm}.weight");
-            let weight = self.tensors.take(&tensor, &[head_dim])?;
-            let weight = self.float_constant(&tensor, &weight, &[head_dim])?;
-            let split = self.graph.ints(&[0, 0, heads as i64, head_dim as i64]);
-            let joined = self.graph.ints(&[0, 0, (heads * head_dim) as i64]);
-            value = self.graph.node(
-                &format!("{prefix}.heads"),
-                "Reshape",
-                &[&value, &split],
-                vec![],
-            );
-            value = self.rms_norm(&format!("{prefix}.normed"), &value, &weight);
-            value = self.graph.node(
-                &format!("{prefix}.joined"),
-                "Reshape",
-                &[&value, &joined],
-                vec![],
-            );
+            let weight = self.exporter.tensors.take(&tensor, &[head_dim])?;
+            self.exporter
+                .float_constant(&tensor, &weight, &[head_dim])?;
         }
-        Ok(self.graph.node(
-            &format!("{prefix}.rotated"),
-            "RotaryEmbedding",
-            &[&value, "rotary.cos", "rotary.sin", "position_ids"],
-            vec![int("interleaved", 0), int("num_heads", heads as i64)],
-        ))
+        let rotation = HeadRotation {
+            name: &format!("layers.{layer}.attention.{norm}"),
+            heads,
+            head_dim,
+            norm: self.config.qk_norm.then_some(&tensor),
+            positions: "position_ids",
+        };
+        Ok(self.exporter.rotate_heads(input, &rotation))
     }
 
     /// Name of the boolean mask `[batch, 1, sequence, max]` of a sliding window; layers with the same window share it.
@@ -196,63 +280,22 @@ impl Exporter<'_> {
         let distance = match self.distances.clone() {
             Some(distance) => distance,
             None => {
-                let distance = self.key_distances();
+                let rows = self.exporter.size_of("window.rows", ROWS, 1);
+                // Row i of the call stands at position i + nonpad - rows of its sequence.
+                let first = self.exporter.graph.node(
+                    "window.first",
+                    "Sub",
+                    &["nonpad_kv_seqlen", &rows],
+                    vec![],
+                );
+                let distance = self.exporter.key_distances("window", &first, &rows);
                 self.distances.insert(distance).clone()
             }
         };
-        let limit = self.graph.int(window as i64);
-        self.graph.node(&name, "Less", &[&distance, &limit], vec![])
-    }
-
-    /// Name of the distances `[batch, 1, sequence, max]` from each query back to each cache row.
-    fn key_distances(&mut self) -> String {
-        let (zero, one) = (self.graph.int(0), self.graph.int(1));
-        let size = |exporter: &mut Self, name: &str, of: &str, axis: i64| {
-            let shape = exporter.graph.node(
-                &format!("{name}_shape"),
-                "Shape",
-                &[of],
-                vec![int("start", axis), int("end", axis + 1)],
-            );
-            let none = exporter.graph.ints(&[0]);
-            exporter
-                .graph
-                .node(name, "Squeeze", &[&shape, &none], vec![])
-        };
-        let rows = size(self, "window.rows", "input_ids", 1);
-        let max = size(self, "window.max", "key_cache.0", 1);
-        let row = self
+        let limit = self.exporter.graph.int(window as i64);
+        self.exporter
             .graph
-            .node("window.row", "Range", &[&zero, &rows, &one], vec![]);
-        let keys = self
-            .graph
-            .node("window.keys", "Range", &[&zero, &max, &one], vec![]);
-        // Row i of the call stands at position i + nonpad - rows of its sequence.
-        let first = self
-            .graph
-            .node("window.first", "Sub", &["nonpad_kv_seqlen", &rows], vec![]);
-        let last_axes = self.graph.ints(&[1, 2, 3]);
-        let first = self.graph.node(
-            "window.first_4d",
-            "Unsqueeze",
-            &[&first, &last_axes],
-            vec![],
-        );
-        let last_axis = self.graph.ints(&[1]);
-        let row = self
-            .graph
-            .node("window.row_2d", "Unsqueeze", &[&row, &last_axis], vec![]);
-        let queries = self
-            .graph
-            .node("window.queries", "Add", &[&first, &row], vec![]);
-        self.graph
-            .node("window.distances", "Sub", &[&queries, &keys], vec![])
-    }
-
-    fn fp32_constant(&mut self, name: &str, values: &[f32], dims: &[usize]) -> Result<String> {
-        let stored = self.graph.store(values)?;
-        self.graph.constant(name, DataType::Float, dims, &stored);
-        Ok(name.to_owned())
+            .node(&name, "Less", &[&distance, &limit], vec![])
     }
 }
 

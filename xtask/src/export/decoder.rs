@@ -8,18 +8,19 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use outrider_bundle::manifest::Precision;
 use outrider_bundle::onnx::DataType;
 
 use super::Options;
 use super::attention::{Heads, cache_names};
-use super::convert::{to_bf16, to_f16, transpose};
-use super::graph::{Dim, GraphBuilder, Stored, float, int, to};
+use super::exporter::Exporter;
+use super::feed_forward::FeedForward;
+use super::graph::{Dim, GraphBuilder, int};
 use super::linear::{Linear, Reads};
 use super::rotation::Rotation;
 use super::tensors::Tensors;
-use super::vocabulary::Table;
+use super::vocabulary::{Ends, EndsShape, MatrixForm};
 use crate::checkpoint::DecoderConfig;
 
 const BATCH: Dim = Dim::Symbol("batch");
@@ -27,32 +28,27 @@ const SEQUENCE: Dim = Dim::Symbol("sequence");
 const MAX: Dim = Dim::Symbol("max");
 const LOGITS: Dim = Dim::Symbol("n");
 
+/// The graph input whose axes are those of every row of the decoder.
+pub const ROWS: &str = "input_ids";
+
 /// Channels per block of the residual stream's rotation: it is in the weights, so a larger one costs nothing but at the taps and the head.
 const LARGEST_RESIDUAL_BLOCK: usize = 256;
 
 /// One decoder on its way into one graph.
-pub struct Exporter<'a> {
+pub struct Decoder<'a> {
     /// Shape and arithmetic of the decoder.
     pub config: &'a DecoderConfig,
     /// What is asked for.
     pub options: &'a Options,
-    /// The graph.
-    pub graph: GraphBuilder,
-    /// The weights.
-    pub tensors: Tensors<'a>,
-    /// Element type of activations and caches.
-    pub element: DataType,
-    /// Basis of the residual stream, where it isn't the checkpoint's.
-    pub residual_rotation: Option<Rotation>,
-    /// Graph inputs whose rows have zero points already.
-    pub zero_points: BTreeSet<&'static str>,
+    /// The graph and the weights.
+    pub exporter: Exporter<'a>,
     /// Windows that have a mask already.
     pub masks: BTreeSet<usize>,
     /// Name of the distances that window masks are made of, once there is one.
     pub distances: Option<String>,
 }
 
-impl<'a> Exporter<'a> {
+impl<'a> Decoder<'a> {
     /// Starts with an empty graph.
     pub fn new(
         config: &'a DecoderConfig,
@@ -60,37 +56,48 @@ impl<'a> Exporter<'a> {
         graph: GraphBuilder,
         tensors: Tensors<'a>,
     ) -> Self {
+        let mut exporter = Exporter::new(options.precision, config.norm_epsilon, graph, tensors);
+        exporter.residual_rotation = ends_form(config.hidden_size, options.precision).rotation;
         Self {
             config,
             options,
-            graph,
-            tensors,
-            element: element(options.precision),
-            residual_rotation: (options.precision == Precision::Int8)
-                .then(|| Rotation::new(config.hidden_size, LARGEST_RESIDUAL_BLOCK)),
-            zero_points: BTreeSet::new(),
+            exporter,
             masks: BTreeSet::new(),
             distances: None,
         }
     }
 
     /// Builds the whole graph; fails if the checkpoint holds more tensors than the decoder has a place for.
-    pub fn build(mut self) -> Result<GraphBuilder> {
+    ///
+    /// Returns the two ends as well, which a draft shares.
+    pub fn build(mut self) -> Result<(GraphBuilder, Ends)> {
         self.inputs();
-        self.rotary_tables()?;
-        let (mut hidden, table) = self.embedding("input_ids")?;
-        let mut taps = Vec::new();
+        self.exporter.rotary_tables(
+            &self.config.rope,
+            self.config.head_dim,
+            self.config.context_tokens,
+            self.options.attention,
+        )?;
+        let (shape, form) = (
+            EndsShape::of(self.config),
+            ends_form(self.config.hidden_size, self.options.precision),
+        );
+        let ends = (self.exporter).ends(&shape, form, |exporter, name| {
+            exporter.tensors.take(name, &shape.dims())
+        })?;
+        let mut hidden = self.exporter.embedding("input_ids", &ends.embedding);
+        let mut outputs = Vec::new();
         for layer in 0..self.config.layers {
             hidden = self.layer(layer, &hidden)?;
-            if self.options.taps.contains(&layer) {
-                taps.push(hidden.clone());
-            }
+            outputs.push(hidden.clone());
         }
+        let taps = self.options.taps.iter();
+        let taps: Vec<String> = taps.map(|&layer| outputs[layer].clone()).collect();
         self.taps(&taps)?;
-        self.logits(&hidden, table)?;
+        self.logits(&hidden, &ends)?;
         self.outputs();
-        self.tensors.finish()?;
-        Ok(self.graph)
+        self.exporter.tensors.finish()?;
+        Ok((self.exporter.graph, ends))
     }
 
     fn layer(&mut self, layer: usize, input: &str) -> Result<String> {
@@ -131,16 +138,18 @@ impl<'a> Exporter<'a> {
             weights: tensors("self_attn", "weight", &parts),
             biases: biases(qkv_bias, "self_attn", &parts),
             columns: hidden,
+            rows_like: ROWS,
             reads: Reads::Normed(tensor("input_layernorm.weight")),
             writes_residual: false,
+            keeps_float: false,
         };
-        let joined = self.linear(input, &projections)?;
+        let joined = self.exporter.linear(input, &projections)?;
         let [query, key, value] = [
             name("attention.q"),
             name("attention.k"),
             name("attention.v"),
         ];
-        self.split(
+        self.exporter.split(
             &joined,
             &[(&query, query_width), (&key, kv_width), (&value, kv_width)],
         );
@@ -156,49 +165,31 @@ impl<'a> Exporter<'a> {
             weights: tensors("self_attn", "weight", &parts),
             biases: biases(o_bias, "self_attn", &parts),
             columns: query_width,
+            rows_like: ROWS,
             reads: Reads::Plain,
             writes_residual: true,
+            keeps_float: false,
         };
-        let attended = self.linear(&attended, &output)?;
-        let residual = self.graph.node(
+        let attended = self.exporter.linear(&attended, &output)?;
+        let residual = self.exporter.graph.node(
             &name("attention.residual"),
             "Add",
             &[input, &attended],
             vec![],
         );
 
-        let parts = [("gate_proj", inner), ("up_proj", inner)];
-        let gated = Linear {
-            name: name("mlp.gate_up"),
-            weights: tensors("mlp", "weight", &parts),
-            biases: biases(mlp_bias, "mlp", &parts),
-            columns: hidden,
+        let feed_forward = FeedForward {
+            name: name("mlp"),
+            tensors: tensor("mlp"),
+            inner,
+            hidden,
+            biased: mlp_bias,
             reads: Reads::Normed(tensor("post_attention_layernorm.weight")),
-            writes_residual: false,
+            rows_like: ROWS,
         };
-        let joined = self.linear(&residual, &gated)?;
-        let (gate, up) = (name("mlp.gate"), name("mlp.up"));
-        self.split(&joined, &[(&gate, inner), (&up, inner)]);
-        let sigmoid = self
-            .graph
-            .node(&name("mlp.sigmoid"), "Sigmoid", &[&gate], vec![]);
-        let silu = self
-            .graph
-            .node(&name("mlp.silu"), "Mul", &[&gate, &sigmoid], vec![]);
-        let product = self
-            .graph
-            .node(&name("mlp.product"), "Mul", &[&silu, &up], vec![]);
-        let parts = [("down_proj", hidden)];
-        let down = Linear {
-            name: name("mlp.down"),
-            weights: tensors("mlp", "weight", &parts),
-            biases: biases(mlp_bias, "mlp", &parts),
-            columns: inner,
-            reads: Reads::Outliers,
-            writes_residual: true,
-        };
-        let down = self.linear(&product, &down)?;
+        let down = self.exporter.feed_forward(&residual, &feed_forward)?;
         Ok(self
+            .exporter
             .graph
             .node(&name("residual"), "Add", &[&residual, &down], vec![]))
     }
@@ -209,168 +200,101 @@ impl<'a> Exporter<'a> {
             return Ok(());
         }
         let inputs: Vec<&str> = taps.iter().map(String::as_str).collect();
-        let as_they_are = self.residual_rotation.is_none() && self.element == DataType::Float;
+        let as_they_are =
+            self.exporter.residual_rotation.is_none() && self.exporter.element == DataType::Float;
         let name = if as_they_are {
             "aux_hidden_states"
         } else {
             "taps"
         };
         let joined = self
+            .exporter
             .graph
             .node(name, "Concat", &inputs, vec![int("axis", -1)]);
-        if let Some(rotation) = self.residual_rotation {
+        if let Some(rotation) = self.exporter.residual_rotation {
             let width = taps.len() * self.config.hidden_size;
-            self.rotate_back("aux_hidden_states", &joined, rotation, width)?;
+            self.exporter
+                .rotate_back("aux_hidden_states", &joined, rotation, width)?;
         } else if !as_they_are {
-            self.cast_to_fp32("aux_hidden_states", &joined);
+            self.exporter.cast_to_fp32("aux_hidden_states", &joined);
         }
         Ok(())
     }
 
     /// Picks the rows that get logits before the last norm, so that the others cost no head.
-    fn logits(&mut self, hidden: &str, table: Table) -> Result<()> {
-        let last_axis = self.graph.ints(&[-1]);
-        let indices = self.graph.node(
+    fn logits(&mut self, hidden: &str, ends: &Ends) -> Result<()> {
+        let last_axis = self.exporter.graph.ints(&[-1]);
+        let indices = self.exporter.graph.node(
             "logit_rows.indices",
             "Unsqueeze",
             &["logit_indices", &last_axis],
             vec![],
         );
-        let rows = self.graph.node(
+        let rows = self.exporter.graph.node(
             "logit_rows",
             "GatherND",
             &[hidden, &indices],
             vec![int("batch_dims", 1)],
         );
-        let rows = match self.residual_rotation {
+        let rows = match self.exporter.residual_rotation {
             Some(rotation) => {
                 let hidden = self.config.hidden_size;
-                self.rotate_back("logit_rows.rotated_back", &rows, rotation, hidden)?
+                self.exporter
+                    .rotate_back("logit_rows.rotated_back", &rows, rotation, hidden)?
             }
             None => rows,
         };
-        let normed = self.weighted_norm("norm", &rows, "model.norm.weight")?;
-        if self.element == DataType::Float {
-            self.head(&normed, table, "logits")
-        } else {
-            self.head(&normed, table, "lm_head.product")?;
-            self.cast_to_fp32("logits", "lm_head.product");
-            Ok(())
-        }
-    }
-
-    fn cast_to_fp32(&mut self, name: &str, input: &str) {
-        self.graph
-            .node(name, "Cast", &[input], vec![to(DataType::Float)]);
-    }
-
-    /// Adds an RMS norm of the residual stream with its weight.
-    pub fn weighted_norm(&mut self, name: &str, input: &str, tensor: &str) -> Result<String> {
-        let dims = [self.config.hidden_size];
-        let weight = self.tensors.take(tensor, &dims)?;
-        let weight = self.float_constant(tensor, &weight, &dims)?;
-        Ok(self.rms_norm(name, input, &weight))
-    }
-
-    /// Adds an RMS norm of the residual stream whose weight has gone into the product behind it.
-    pub fn unweighted_norm(&mut self, name: &str, input: &str) -> Result<String> {
         let hidden = self.config.hidden_size;
-        let ones = "constants.ones";
-        if !self.graph.has_constant(ones) {
-            self.float_constant(ones, &vec![1.0; hidden], &[hidden])?;
-        }
-        Ok(self.rms_norm(name, input, ones))
-    }
-
-    /// Names a vector or matrix of the activations' element type as a constant.
-    pub fn float_constant(&mut self, name: &str, values: &[f32], dims: &[usize]) -> Result<String> {
-        let stored = self.store_floats(values).context(name.to_owned())?;
-        self.graph.constant(name, self.element, dims, &stored);
-        Ok(name.to_owned())
-    }
-
-    /// Stores values in the element type of the activations.
-    pub fn store_floats(&mut self, values: &[f32]) -> Result<Stored> {
-        Ok(match self.element {
-            DataType::Float16 => self.graph.store(&to_f16(values)?)?,
-            DataType::Bfloat16 => self.graph.store(&to_bf16(values))?,
-            _ => self.graph.store(values)?,
-        })
-    }
-
-    /// Stores a matrix `[rows, columns]` in the element type of the activations as `[columns, rows]`.
-    pub fn store_transposed(&mut self, values: Vec<f32>, columns: usize) -> Result<Stored> {
-        Ok(match self.element {
-            DataType::Float16 => {
-                let halves = to_f16(&values)?;
-                drop(values);
-                self.graph.store(&transpose(&halves, columns))?
-            }
-            DataType::Bfloat16 => {
-                let halves = to_bf16(&values);
-                drop(values);
-                self.graph.store(&transpose(&halves, columns))?
-            }
-            _ => self.graph.store(&transpose(&values, columns))?,
-        })
-    }
-
-    /// Adds an RMS norm over the last axis, its statistics in fp32.
-    pub fn rms_norm(&mut self, name: &str, input: &str, weight: &str) -> String {
-        self.graph.node(
-            name,
-            "RMSNormalization",
-            &[input, weight],
-            vec![
-                int("axis", -1),
-                float("epsilon", self.config.norm_epsilon),
-                int("stash_type", i32::from(DataType::Float).into()),
-            ],
-        )
-    }
-
-    /// Cuts the last axis of a value into named parts.
-    fn split(&mut self, input: &str, parts: &[(&str, usize)]) {
-        let sizes: Vec<i64> = parts.iter().map(|&(_, size)| size as i64).collect();
-        let sizes = self.graph.ints(&sizes);
-        let outputs: Vec<&str> = parts.iter().map(|&(name, _)| name).collect();
-        self.graph.call(super::graph::Call {
-            domain: "",
-            op_type: "Split",
-            inputs: &[input, &sizes],
-            outputs: &outputs,
-            attributes: vec![int("axis", -1)],
-        });
+        let normed = (self.exporter).weighted_norm("norm", &rows, "model.norm.weight", hidden)?;
+        self.exporter
+            .head(&normed, &ends.head, "logit_indices", "logits")
     }
 
     fn inputs(&mut self) {
         let ids = DataType::Int64;
-        self.graph.input("input_ids", ids, &[BATCH, SEQUENCE]);
-        self.graph.input("position_ids", ids, &[BATCH, SEQUENCE]);
-        self.graph.input("write_indices", ids, &[BATCH]);
-        self.graph.input("nonpad_kv_seqlen", ids, &[BATCH]);
-        self.graph.input("logit_indices", ids, &[BATCH, LOGITS]);
+        self.exporter
+            .graph
+            .input("input_ids", ids, &[BATCH, SEQUENCE]);
+        self.exporter
+            .graph
+            .input("position_ids", ids, &[BATCH, SEQUENCE]);
+        self.exporter.graph.input("write_indices", ids, &[BATCH]);
+        self.exporter.graph.input("nonpad_kv_seqlen", ids, &[BATCH]);
+        self.exporter
+            .graph
+            .input("logit_indices", ids, &[BATCH, LOGITS]);
         let cache = self.cache_dims();
         for layer in 0..self.config.layers {
             let (key, value) = cache_names("", layer);
-            self.graph.input(&key, self.element, &cache);
-            self.graph.input(&value, self.element, &cache);
+            self.exporter
+                .graph
+                .input(&key, self.exporter.element, &cache);
+            self.exporter
+                .graph
+                .input(&value, self.exporter.element, &cache);
         }
     }
 
     fn outputs(&mut self) {
         let logits = [BATCH, LOGITS, Dim::Fixed(self.config.vocab_size)];
-        self.graph.output("logits", DataType::Float, &logits);
+        self.exporter
+            .graph
+            .output("logits", DataType::Float, &logits);
         let cache = self.cache_dims();
         for layer in 0..self.config.layers {
             let (key, value) = cache_names("updated_", layer);
-            self.graph.output(&key, self.element, &cache);
-            self.graph.output(&value, self.element, &cache);
+            self.exporter
+                .graph
+                .output(&key, self.exporter.element, &cache);
+            self.exporter
+                .graph
+                .output(&value, self.exporter.element, &cache);
         }
         if !self.options.taps.is_empty() {
             let width = self.options.taps.len() * self.config.hidden_size;
             let taps = [BATCH, SEQUENCE, Dim::Fixed(width)];
-            self.graph
+            self.exporter
+                .graph
                 .output("aux_hidden_states", DataType::Float, &taps);
         }
     }
@@ -384,12 +308,13 @@ impl<'a> Exporter<'a> {
     }
 }
 
-/// Element type of activations and caches.
-pub fn element(precision: Precision) -> DataType {
-    match precision {
-        Precision::Fp32 | Precision::Int8 | Precision::Int4 => DataType::Float,
-        Precision::Fp16 => DataType::Float16,
-        Precision::Bf16 => DataType::Bfloat16,
+/// How embedding and head of a decoder are stored: in the basis of its residual stream.
+pub fn ends_form(hidden_size: usize, precision: Precision) -> MatrixForm {
+    let rotation =
+        (precision == Precision::Int8).then(|| Rotation::new(hidden_size, LARGEST_RESIDUAL_BLOCK));
+    MatrixForm {
+        precision,
+        rotation,
     }
 }
 
@@ -438,9 +363,10 @@ pub fn check(config: &DecoderConfig, options: &Options) -> Result<()> {
             config.layers - 1
         );
     }
+    let distinct: BTreeSet<usize> = options.taps.iter().copied().collect();
     ensure!(
-        options.taps.is_sorted_by(|a, b| a < b),
-        "taps {:?} must rise",
+        distinct.len() == options.taps.len(),
+        "taps {:?} name a layer twice",
         options.taps
     );
     Ok(())

@@ -34,8 +34,13 @@ const INLINE_BYTES: usize = 1024;
 pub enum Stored {
     /// In the graph.
     Inline(Vec<u8>),
-    /// In the data file.
-    External(Span),
+    /// In a data file beside the graph.
+    External {
+        /// Name of the file.
+        file: String,
+        /// Where in it.
+        span: Span,
+    },
 }
 
 /// One dimension of an input or output.
@@ -131,13 +136,41 @@ impl GraphBuilder {
         });
     }
 
+    /// Makes the body of a loop of the nodes that `build` adds. Constants go to the graph around it, whose values the body may read.
+    pub fn body(
+        &mut self,
+        name: &str,
+        inputs: &[(&str, DataType, &[Dim])],
+        outputs: &[(&str, DataType, &[Dim])],
+        build: impl FnOnce(&mut Self),
+    ) -> GraphProto {
+        let around = std::mem::take(&mut self.graph.node);
+        build(self);
+        let infos = |values: &[(&str, DataType, &[Dim])]| {
+            let values = values.iter();
+            values
+                .map(|(name, data_type, dims)| value_info(name, *data_type, dims))
+                .collect()
+        };
+        GraphProto {
+            name: name.to_owned(),
+            node: std::mem::replace(&mut self.graph.node, around),
+            input: infos(inputs),
+            output: infos(outputs),
+            ..GraphProto::default()
+        }
+    }
+
     /// Stores the values of a constant, row-major; small ones inline.
     pub fn store<T: bytemuck::NoUninit>(&mut self, values: &[T]) -> io::Result<Stored> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         if bytes.len() < INLINE_BYTES {
             Ok(Stored::Inline(bytes.to_vec()))
         } else {
-            Ok(Stored::External(self.data.append(bytes)?))
+            Ok(Stored::External {
+                file: self.data_name.clone(),
+                span: self.data.append(bytes)?,
+            })
         }
     }
 
@@ -151,10 +184,10 @@ impl GraphBuilder {
         };
         match stored {
             Stored::Inline(bytes) => tensor.raw_data = bytes.clone(),
-            Stored::External(span) => {
+            Stored::External { file, span } => {
                 tensor.data_location = DataLocation::External.into();
                 tensor.external_data = vec![
-                    entry("location", &self.data_name),
+                    entry("location", file),
                     entry("offset", &span.offset.to_string()),
                     entry("length", &span.length.to_string()),
                 ];
@@ -259,6 +292,26 @@ pub fn string(name: &str, value: &str) -> AttributeProto {
         name: name.to_owned(),
         r#type: AttributeType::String.into(),
         s: value.as_bytes().to_vec(),
+        ..AttributeProto::default()
+    }
+}
+
+/// An attribute with several integers.
+pub fn ints(name: &str, values: &[i64]) -> AttributeProto {
+    AttributeProto {
+        name: name.to_owned(),
+        r#type: AttributeType::Ints.into(),
+        ints: values.to_vec(),
+        ..AttributeProto::default()
+    }
+}
+
+/// A graph attribute.
+pub fn graph(name: &str, value: GraphProto) -> AttributeProto {
+    AttributeProto {
+        name: name.to_owned(),
+        r#type: AttributeType::Graph.into(),
+        g: Some(Box::new(value)),
         ..AttributeProto::default()
     }
 }

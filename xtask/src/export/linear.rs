@@ -7,7 +7,9 @@ use outrider_bundle::manifest::Precision;
 use outrider_bundle::onnx::DataType;
 
 use super::convert::{quantise_blocks_4, quantise_channels, scale_columns, transpose};
-use super::decoder::Exporter;
+use super::exporter::Exporter;
+use super::graph::Stored;
+use super::quantised::StoredBlocks;
 use super::rotation::Rotation;
 
 /// Channels per block of a rotation that the graph itself does: the cost of each value, in multiplications.
@@ -24,6 +26,14 @@ pub enum Reads {
     Outliers,
 }
 
+/// The precision whose weights have the element type of the activations.
+fn activations(precision: Precision) -> Precision {
+    match precision {
+        Precision::Int8 | Precision::Int4 => Precision::Fp32,
+        Precision::Fp32 | Precision::Fp16 | Precision::Bf16 => precision,
+    }
+}
+
 /// A matrix product: `[.., columns] -> [.., sum of rows]`, with the weights of several tensors side by side.
 #[derive(Clone, Debug)]
 pub struct Linear {
@@ -35,86 +45,164 @@ pub struct Linear {
     pub biases: Vec<(String, usize)>,
     /// Size of an input row.
     pub columns: usize,
+    /// An integer value of the graph whose axes are the leading axes of the input.
+    pub rows_like: &'static str,
     /// What it reads.
     pub reads: Reads,
     /// Whether the result is added to the residual stream.
     pub writes_residual: bool,
+    /// Whether the weights keep the element type of the activations in every precision: for small matrices that much hangs on.
+    pub keeps_float: bool,
+}
+
+/// The weights of a matrix product in the file, to be multiplied with one value or several.
+#[derive(Clone, Debug)]
+pub struct Product {
+    weights: StoredWeights,
+    columns: usize,
+    rows: usize,
+    /// How an input row is turned before it is multiplied.
+    rotation: Option<Rotation>,
+    bias: Option<Stored>,
+}
+
+#[derive(Clone, Debug)]
+enum StoredWeights {
+    /// `[columns, rows]` in the element type of the activations.
+    Float(Stored),
+    /// 8-bit integers `[columns, rows]` with one scale per row of the checkpoint's matrix.
+    Channels { levels: Stored, scales: Stored },
+    /// 4-bit blocks.
+    Blocks(StoredBlocks),
 }
 
 impl Exporter<'_> {
     /// Adds a matrix product, the norm before it included, and returns the name of its result.
     pub fn linear(&mut self, input: &str, linear: &Linear) -> Result<String> {
         let Linear { name, columns, .. } = linear;
+        let (norm, columns) = (format!("{name}.norm"), *columns);
+        let product = self.product(linear)?;
+        let input = match &linear.reads {
+            // The weight has gone into the product.
+            Reads::Normed(_) if self.residual_rotation.is_some() => {
+                self.unweighted_norm(&norm, input, columns)?
+            }
+            Reads::Normed(tensor) => self.weighted_norm(&norm, input, tensor, columns)?,
+            Reads::Plain | Reads::Outliers => input.to_owned(),
+        };
+        self.multiply(name, &input, linear.rows_like, &product)
+    }
+
+    /// Stores the weights of a matrix product.
+    pub fn product(&mut self, linear: &Linear) -> Result<Product> {
+        let Linear { name, columns, .. } = linear;
         let columns = *columns;
         let rows: usize = linear.weights.iter().map(|(_, rows)| rows).sum();
         let mut values = self.tensors.take_stacked(&linear.weights, columns)?;
 
-        let input = match &linear.reads {
-            Reads::Normed(tensor) => match self.residual_rotation {
-                Some(rotation) => {
-                    let weight = self.tensors.take(tensor, &[columns])?;
-                    scale_columns(&mut values, &weight);
-                    rotation.rotate_rows(&mut values);
-                    self.unweighted_norm(&format!("{name}.norm"), input)?
-                }
-                None => self.weighted_norm(&format!("{name}.norm"), input, tensor)?,
-            },
-            Reads::Plain => input.to_owned(),
-            Reads::Outliers if self.options.precision == Precision::Int8 => {
+        let precision = if linear.keeps_float {
+            activations(self.precision)
+        } else {
+            self.precision
+        };
+        let mut online = None;
+        match (&linear.reads, self.residual_rotation) {
+            (Reads::Normed(tensor), Some(rotation)) => {
+                let weight = self.tensors.take(tensor, &[columns])?;
+                scale_columns(&mut values, &weight);
+                rotation.rotate_rows(&mut values);
+            }
+            (Reads::Outliers, _) if precision == Precision::Int8 => {
                 let rotation = Rotation::new(columns, LARGEST_ONLINE_BLOCK);
                 rotation.rotate_rows(&mut values);
-                self.rotate(&format!("{name}.rotated"), input, rotation, columns)?
+                online = Some(rotation);
             }
-            Reads::Outliers => input.to_owned(),
-        };
+            (Reads::Normed(_) | Reads::Plain | Reads::Outliers, _) => {}
+        }
         if let Some(rotation) = self.residual_rotation.filter(|_| linear.writes_residual) {
             rotation.rotate_columns(&mut values, columns);
         }
 
-        let product = format!("{name}.product");
-        match self.options.precision {
+        let weights = match precision {
             Precision::Fp32 | Precision::Fp16 | Precision::Bf16 => {
                 let stored = self.store_transposed(values, columns);
-                let stored = stored.context(name.clone())?;
-                let weight = format!("{name}.weight");
-                self.graph
-                    .constant(&weight, self.element, &[columns, rows], &stored);
-                self.graph
-                    .node(&product, "MatMul", &[&input, &weight], vec![]);
+                StoredWeights::Float(stored.context(name.clone())?)
             }
             Precision::Int8 => {
                 let quantised = quantise_channels(&values, columns);
                 drop(values);
                 let levels = transpose(&quantised.values, columns);
-                let levels = self.graph.store(&levels)?;
-                let weight = format!("{name}.weight");
-                self.graph
-                    .constant(&weight, DataType::Int8, &[columns, rows], &levels);
-                let scales = self.graph.store(&quantised.scales)?;
-                self.matmul_integer(
-                    name,
-                    [&input, &weight, &product],
-                    "input_ids",
-                    &scales,
-                    [columns, rows],
-                );
+                StoredWeights::Channels {
+                    levels: self.graph.store(&levels)?,
+                    scales: self.graph.store(&quantised.scales)?,
+                }
             }
             Precision::Int4 => {
                 let quantised = quantise_blocks_4(&values, columns);
                 drop(values);
-                let blocks = self.store_blocks(quantised)?;
-                self.matmul_blocks(name, [&input, &product], &blocks, 4, [columns, rows]);
+                StoredWeights::Blocks(self.store_blocks(quantised)?)
+            }
+        };
+
+        let mut bias = None;
+        if !linear.biases.is_empty() {
+            let mut values = self.tensors.take_joined(&linear.biases)?;
+            if let Some(rotation) = self.residual_rotation.filter(|_| linear.writes_residual) {
+                rotation.rotate_rows(&mut values);
+            }
+            bias = Some(self.store_floats(&values).context(name.clone())?);
+        }
+        Ok(Product {
+            weights,
+            columns,
+            rows,
+            rotation: online,
+            bias,
+        })
+    }
+
+    /// Adds a matrix product with stored weights and returns the name of its result; `rows_like` as in [`Linear`].
+    pub fn multiply(
+        &mut self,
+        name: &str,
+        input: &str,
+        rows_like: &'static str,
+        stored: &Product,
+    ) -> Result<String> {
+        let (columns, rows) = (stored.columns, stored.rows);
+        let input = match stored.rotation {
+            Some(rotation) => self.rotate(&format!("{name}.rotated"), input, rotation, columns)?,
+            None => input.to_owned(),
+        };
+        let product = format!("{name}.product");
+        let weight = format!("{name}.weight");
+        match &stored.weights {
+            StoredWeights::Float(values) => {
+                self.graph
+                    .constant(&weight, self.element, &[columns, rows], values);
+                self.graph
+                    .node(&product, "MatMul", &[&input, &weight], vec![]);
+            }
+            StoredWeights::Channels { levels, scales } => {
+                self.graph
+                    .constant(&weight, DataType::Int8, &[columns, rows], levels);
+                self.matmul_integer(
+                    name,
+                    [&input, &weight, &product],
+                    rows_like,
+                    scales,
+                    [columns, rows],
+                );
+            }
+            StoredWeights::Blocks(blocks) => {
+                self.matmul_blocks(name, [&input, &product], blocks, 4, [columns, rows]);
             }
         }
-
-        if linear.biases.is_empty() {
+        let Some(values) = &stored.bias else {
             return Ok(product);
-        }
-        let mut bias = self.tensors.take_joined(&linear.biases)?;
-        if let Some(rotation) = self.residual_rotation.filter(|_| linear.writes_residual) {
-            rotation.rotate_rows(&mut bias);
-        }
-        let bias = self.float_constant(&format!("{name}.bias"), &bias, &[rows])?;
+        };
+        let bias = format!("{name}.bias");
+        self.graph.constant(&bias, self.element, &[rows], values);
         Ok(self
             .graph
             .node(&format!("{name}.biased"), "Add", &[&product, &bias], vec![]))

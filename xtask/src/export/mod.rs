@@ -1,12 +1,15 @@
-//! `cargo xtask export`: turns a checkpoint into a target graph in a bundle.
+//! `cargo xtask export`: turns a checkpoint into a target graph in a bundle, and a draft checkpoint into a draft graph beside it.
 //!
-//! The graph contract is in [`decoder`]. Everything here is a pure function of checkpoint and options: the same input gives the same bytes on every
+//! The target's graph contract is in [`decoder`], the draft's in [`draft`]. Everything here is a pure function of checkpoint and options: the same input gives the same bytes on every
 //! machine, with any number of threads.
 
 mod attention;
 mod convert;
 mod data_file;
 mod decoder;
+mod draft;
+mod exporter;
+mod feed_forward;
 mod graph;
 mod linear;
 mod quantised;
@@ -20,17 +23,19 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use outrider_bundle::Manifest;
 use outrider_bundle::create::Builder;
-use outrider_bundle::manifest::{self, Attention, Precision, TargetFacts, TextFacts};
+use outrider_bundle::manifest::{self, Attention, Precision, TargetFacts, TextFacts, spelling};
 use outrider_bundle::onnx::DataType;
 
-use crate::checkpoint::{self, Checkpoint};
-use decoder::Exporter;
+use crate::checkpoint::{self, Checkpoint, DraftCheckpoint};
+use decoder::Decoder;
+pub use draft::{DraftOptions, SharedEnds, check_pair, read_vocabulary, write_draft_graph};
 use graph::GraphBuilder;
 use tensors::Tensors;
+use vocabulary::Ends;
 
 /// Name of the graph file in a bundle.
 pub const GRAPH_NAME: &str = "model.onnx";
@@ -53,12 +58,24 @@ pub struct Args {
     /// Numeric form of the weights
     #[arg(long, value_parser = spelled::<Precision>(&["fp32", "fp16", "bf16", "int8", "int4"]))]
     precision: Precision,
-    /// Attention nodes: the server's own operator, or standard operators
+    /// Attention nodes, and the draft's convolutions and selector: the server's own operators, or standard operators
     #[arg(long, default_value = "native", value_parser = spelled::<Attention>(&["native", "portable"]))]
     attention: Attention,
-    /// 0-based layers whose output a draft model reads, rising, separated by commas
+    /// 0-based layers whose output a draft model reads, separated by commas [default: those of --draft, else none]
     #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
     taps: Vec<usize>,
+    /// Directory with the config.json and safetensors files of a DFlash or DFlash 2 draft for this model
+    #[arg(long, value_name = "DIR")]
+    draft: Option<PathBuf>,
+    /// Numeric form of the draft's weights [default: that of --precision]
+    #[arg(long, requires = "draft", value_parser = spelled::<Precision>(&["fp32", "fp16", "bf16", "int8", "int4"]))]
+    draft_precision: Option<Precision>,
+    /// JSON list of the token ids that the draft proposes, to spare it the rest of the head [default: all]
+    #[arg(long, value_name = "FILE", requires = "draft")]
+    draft_vocabulary: Option<PathBuf>,
+    /// As --allow-unknown-config, for the config.json of the draft
+    #[arg(long, value_name = "KEY", requires = "draft")]
+    allow_unknown_draft_config: Vec<String>,
     /// Model name that callers see, instead of the checkpoint's
     #[arg(long)]
     name: Option<String>,
@@ -73,12 +90,28 @@ pub fn run(args: Args) -> Result<()> {
     if let Some(name) = args.name {
         checkpoint.name = name;
     }
-    let options = Options {
+    let mut options = Options {
         precision: args.precision,
         attention: args.attention,
         taps: args.taps,
     };
-    let manifest = write_bundle(&checkpoint, &options, &args.out)?;
+    let manifest = match &args.draft {
+        None => write_bundle(&checkpoint, &options, &args.out)?,
+        Some(directory) => {
+            let draft = checkpoint::open_draft(directory, &args.allow_unknown_draft_config)?;
+            if options.taps.is_empty() {
+                options.taps = draft.config.target_layer_ids.clone();
+            }
+            let vocabulary = args.draft_vocabulary.as_deref().map(read_vocabulary);
+            let draft_options = DraftOptions {
+                precision: args.draft_precision.unwrap_or(args.precision),
+                form: args.attention,
+                vocabulary: vocabulary.transpose()?,
+                stages: false,
+            };
+            write_pair(&checkpoint, &options, &draft, &draft_options, &args.out)?
+        }
+    };
     let bytes: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
     println!(
         "{}: {}, {} MB, sha256 {}",
@@ -97,12 +130,39 @@ pub struct Options {
     pub precision: Precision,
     /// Form of the attention nodes.
     pub attention: Attention,
-    /// 0-based layers whose output the graph gives out, rising.
+    /// 0-based layers whose output the graph gives out, in this order.
     pub taps: Vec<usize>,
 }
 
 /// Writes a bundle: it appears under its name when it is complete. A bundle of that name is replaced; any other directory that isn't empty is refused.
 pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> Result<Manifest> {
+    write(checkpoint, options, None, out)
+}
+
+/// As [`write_bundle`], with a draft beside the target. The taps must be those that the draft reads.
+pub fn write_pair(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    draft: &DraftCheckpoint,
+    draft_options: &DraftOptions,
+    out: &Path,
+) -> Result<Manifest> {
+    check_pair(&draft.config, &checkpoint.config)?;
+    ensure!(
+        options.taps == draft.config.target_layer_ids,
+        "the taps are {:?}, the draft reads {:?}",
+        options.taps,
+        draft.config.target_layer_ids
+    );
+    write(checkpoint, options, Some((draft, draft_options)), out)
+}
+
+fn write(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    draft: Option<(&DraftCheckpoint, &DraftOptions)>,
+    out: &Path,
+) -> Result<Manifest> {
     let cannot = || format!("cannot write the bundle {}", out.display());
     let out = std::path::absolute(out).with_context(cannot)?;
     let (Some(parent), Some(name)) = (out.parent(), out.file_name()) else {
@@ -115,7 +175,22 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
         .prefix(&format!(".{}.partial-", name.to_string_lossy()))
         .tempdir_in(parent)
         .with_context(cannot)?;
-    let target = write_graph(checkpoint, options, aside.path())?;
+    let (target, ends) = write_target_graph(checkpoint, options, aside.path())?;
+    let mut sources = checkpoint.sources.clone();
+    let draft = match draft {
+        None => None,
+        Some((draft, draft_options)) => {
+            sources.extend(draft.sources.clone());
+            let weights = checkpoint.weights.as_ref();
+            let ends = SharedEnds::of_target(&checkpoint.config, weights, options.precision, ends);
+            Some(write_draft_graph(
+                draft,
+                &ends,
+                draft_options,
+                aside.path(),
+            )?)
+        }
+    };
     let text = &checkpoint.text;
     write_synced(&aside.path().join(TOKENIZER_NAME), &text.tokenizer_json).with_context(cannot)?;
     if let Some(template) = &text.chat_template {
@@ -124,7 +199,7 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
     let manifest = Builder {
         name: checkpoint.name.clone(),
         target,
-        draft: None,
+        draft,
         text: TextFacts {
             tokenizer: TOKENIZER_NAME.to_owned(),
             chat_template: text
@@ -140,7 +215,7 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
             "outrider-export".to_owned(),
             env!("CARGO_PKG_VERSION").to_owned(),
         )]),
-        sources: checkpoint.sources.clone(),
+        sources,
     }
     .write(aside.path())
     .map_err(|error| anyhow!("{}", error.lines().join("; ")))
@@ -152,6 +227,15 @@ pub fn write_bundle(checkpoint: &Checkpoint, options: &Options, out: &Path) -> R
 
 /// Writes the graph of a checkpoint, [`GRAPH_NAME`] and [`DATA_NAME`], into a directory and returns what is to be known about it.
 pub fn write_graph(checkpoint: &Checkpoint, options: &Options, dir: &Path) -> Result<TargetFacts> {
+    Ok(write_target_graph(checkpoint, options, dir)?.0)
+}
+
+/// As [`write_graph`]; returns where embedding and head are, too.
+fn write_target_graph(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    dir: &Path,
+) -> Result<(TargetFacts, Ends)> {
     let config = &checkpoint.config;
     decoder::check(config, options)?;
     let graph = GraphBuilder::create(dir, DATA_NAME)
@@ -178,11 +262,11 @@ pub fn write_graph(checkpoint: &Checkpoint, options: &Options, dir: &Path) -> Re
         ("outrider.precision", spelling(&options.precision)),
         ("outrider.taps", taps.join(",")),
     ];
-    Exporter::new(config, options, graph, tensors)
-        .build()?
+    let (graph, ends) = Decoder::new(config, options, graph, tensors).build()?;
+    graph
         .finish(&dir.join(GRAPH_NAME), &config.architecture, &metadata)
         .with_context(|| format!("cannot write {}", dir.join(GRAPH_NAME).display()))?;
-    Ok(facts)
+    Ok((facts, ends))
 }
 
 /// Fails if there is something under the name of a new bundle that isn't a bundle or an empty directory.
@@ -228,18 +312,10 @@ fn write_synced(path: &Path, text: &str) -> io::Result<()> {
 }
 
 fn kv_dtype(precision: Precision) -> &'static str {
-    match decoder::element(precision) {
+    match exporter::element(precision) {
         DataType::Float16 => "float16",
         DataType::Bfloat16 => "bfloat16",
         _ => "float32",
-    }
-}
-
-/// A value as the manifest spells it.
-fn spelling(value: &impl serde::Serialize) -> String {
-    match serde_json::to_value(value) {
-        Ok(serde_json::Value::String(spelling)) => spelling,
-        other => unreachable!("precision and attention are spelled as strings, not {other:?}"),
     }
 }
 

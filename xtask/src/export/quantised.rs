@@ -4,7 +4,7 @@ use anyhow::Result;
 use outrider_bundle::onnx::DataType;
 
 use super::convert::{BLOCK, BlockQuantised};
-use super::decoder::Exporter;
+use super::exporter::Exporter;
 use super::graph::{Call, MICROSOFT, Stored, int, scalar_tensor, to};
 
 /// `accuracy_level` of `MatMulNBits`: activations are quantised to 8 bits, per row and block.
@@ -14,6 +14,7 @@ const ACCURACY_LEVEL: i64 = 4;
 const ZERO_POINT: u8 = 128;
 
 /// Blocks of weights whose bytes are stored.
+#[derive(Clone, Debug)]
 pub struct StoredBlocks {
     /// Values.
     pub values: Stored,
@@ -27,7 +28,7 @@ impl Exporter<'_> {
     /// Adds an integer product: each input row is quantised by its own largest value, so that no row sees another.
     ///
     /// Activations are unsigned with zero point 128, which is what the integer instructions of CPUs multiply with signed weights.
-    /// `rows_like` is the graph input whose axes are the leading axes of the value.
+    /// `rows_like` is an integer value of the graph whose axes are the leading axes of the input.
     pub fn matmul_integer(
         &mut self,
         name: &str,
@@ -107,7 +108,7 @@ impl Exporter<'_> {
         (scale, levels)
     }
 
-    /// Name of a zero point for each row of a value whose leading axes are those of a graph input; all who ask share it.
+    /// Name of a zero point for each row of a value whose leading axes are those of another; all who ask share it.
     fn row_zero_points(&mut self, rows_like: &'static str) -> String {
         let name = format!("{rows_like}.zero_points");
         if self.zero_points.insert(rows_like) {

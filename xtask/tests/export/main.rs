@@ -1,5 +1,6 @@
 //! Exported graphs, run: against what transformers computes, against each other, and bit for bit against themselves.
 
+mod draft;
 mod faults;
 mod numbers;
 mod reproducible;

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
 
 use outrider_bundle::manifest::{Attention, Precision};
 use outrider_bundle::onnx::{DataType, ModelProto};
@@ -10,17 +9,6 @@ use prost::Message;
 use xtask::export::write_bundle;
 
 use crate::support::*;
-
-fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
-    fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| {
-            let entry = entry.unwrap();
-            let name = entry.file_name().into_string().unwrap();
-            (name, fs::read(entry.path()).unwrap())
-        })
-        .collect()
-}
 
 #[test]
 fn bytes_do_not_depend_on_threads_or_on_the_place() {

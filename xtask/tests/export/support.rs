@@ -1,6 +1,7 @@
 //! Checkpoints, bundles and loaded targets of the tests.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use outrider_bundle::VerifiedBundle;
@@ -69,10 +70,27 @@ pub fn target_of(
     precision: Precision,
     attention: Attention,
 ) -> OnnxTarget {
+    target_with(checkpoint, &options(checkpoint, precision, attention))
+}
+
+/// A checkpoint as a loaded target with four slots and these options.
+pub fn target_with(checkpoint: &Checkpoint, options: &Options) -> OnnxTarget {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("bundle");
-    write_bundle(checkpoint, &options(checkpoint, precision, attention), &out).unwrap();
+    write_bundle(checkpoint, options, &out).unwrap();
     load(&out)
+}
+
+/// Every file of a directory.
+pub fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            (name, fs::read(entry.path()).unwrap())
+        })
+        .collect()
 }
 
 /// A random checkpoint whose sizes are multiples of 8 only: no block of 32 fits them.
@@ -114,7 +132,7 @@ pub fn odd_checkpoint(tied_embeddings: bool) -> Checkpoint {
 }
 
 /// Weights that are random functions of their names, of the size that keeps activations near 1.
-struct Random(BTreeMap<String, Vec<usize>>);
+pub struct Random(pub BTreeMap<String, Vec<usize>>);
 
 impl Weights for Random {
     fn names(&self) -> Vec<String> {
@@ -245,7 +263,7 @@ pub struct Golden {
 
 /// The recorded sequences of a tiny checkpoint.
 pub fn goldens(name: &str) -> Vec<Golden> {
-    let bytes = std::fs::read(checkpoint_dir(name).join("cases.safetensors")).unwrap();
+    let bytes = fs::read(checkpoint_dir(name).join("cases.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let ints = |name: String| -> Vec<i64> {
         let data = file.tensor(&name).unwrap().data().to_vec();

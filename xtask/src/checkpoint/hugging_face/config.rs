@@ -12,7 +12,7 @@ use super::rope;
 use crate::checkpoint::DecoderConfig;
 
 /// Keys that change nothing in the forward pass: training, bookkeeping, and generation settings that transformers itself ignores here.
-const HARMLESS: &[&str] = &[
+pub const HARMLESS: &[&str] = &[
     "_attn_implementation_autoset",
     "_commit_hash",
     "_name_or_path",
@@ -188,12 +188,16 @@ pub fn read(mut fields: Fields, allowed: &[String]) -> anyhow::Result<DecoderCon
         mlp_bias,
         tied_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
     };
-    refuse_unknown(fields.leftover(HARMLESS), allowed)?;
+    refuse_unknown(fields.leftover(HARMLESS), allowed, "--allow-unknown-config")?;
     Ok(config)
 }
 
 /// Refuses what is left of `config.json`, except what the caller vouches for, which must be there.
-fn refuse_unknown(mut left: BTreeMap<String, Value>, allowed: &[String]) -> anyhow::Result<()> {
+pub fn refuse_unknown(
+    mut left: BTreeMap<String, Value>,
+    allowed: &[String],
+    flag: &str,
+) -> anyhow::Result<()> {
     for key in allowed {
         ensure!(
             left.remove(key).is_some(),
@@ -202,7 +206,7 @@ fn refuse_unknown(mut left: BTreeMap<String, Value>, allowed: &[String]) -> anyh
     }
     ensure!(
         left.is_empty(),
-        "config.json has settings that are not supported: {} (`--allow-unknown-config KEY` lets one pass that changes nothing in the forward pass)",
+        "config.json has settings that are not supported: {} (`{flag} KEY` lets one pass that changes nothing in the forward pass)",
         describe(&left)
     );
     Ok(())

@@ -31,6 +31,14 @@ impl Fields {
         Fields::read(directory, name).map(Some)
     }
 
+    /// An object without fields.
+    pub fn empty(place: &str) -> Fields {
+        Fields {
+            place: place.to_owned(),
+            map: Map::new(),
+        }
+    }
+
     fn of(place: String, value: Value) -> anyhow::Result<Fields> {
         match value {
             Value::Object(map) => Ok(Fields { place, map }),

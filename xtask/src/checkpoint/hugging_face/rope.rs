@@ -1,14 +1,35 @@
 //! The rotary part of `config.json`, in both forms in use: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 
 use super::fields::Fields;
 use crate::checkpoint::{Rope, RopeScaling};
 
 const DEFAULT_THETA: f64 = 10_000.0;
 
-/// Takes the rotary settings out of `config.json`.
+/// Takes the rotary settings out of `config.json`; without a base it is the one of the first Llama models.
 pub fn read(fields: &mut Fields, context_tokens: usize) -> anyhow::Result<Rope> {
+    let (theta, scaling) = read_parts(fields, context_tokens)?;
+    Ok(Rope {
+        theta: theta.unwrap_or(DEFAULT_THETA),
+        scaling,
+    })
+}
+
+/// Takes the rotary settings out of a `config.json` that must name its base.
+pub fn read_stated(fields: &mut Fields, context_tokens: usize) -> anyhow::Result<Rope> {
+    let place = fields.place().to_owned();
+    let (theta, scaling) = read_parts(fields, context_tokens)?;
+    Ok(Rope {
+        theta: theta.with_context(|| format!("{place}: rope_theta is missing"))?,
+        scaling,
+    })
+}
+
+fn read_parts(
+    fields: &mut Fields,
+    context_tokens: usize,
+) -> anyhow::Result<(Option<f64>, RopeScaling)> {
     let outer_theta = fields.number("rope_theta")?;
     require_full_rotation(fields)?;
     let parameters = match (
@@ -21,10 +42,7 @@ pub fn read(fields: &mut Fields, context_tokens: usize) -> anyhow::Result<Rope> 
         (parameters, scaling) => parameters.or(scaling),
     };
     let Some(mut parameters) = parameters else {
-        return Ok(Rope {
-            theta: outer_theta.unwrap_or(DEFAULT_THETA),
-            scaling: RopeScaling::None,
-        });
+        return Ok((outer_theta, RopeScaling::None));
     };
 
     let inner_theta = parameters.number("rope_theta")?;
@@ -38,10 +56,7 @@ pub fn read(fields: &mut Fields, context_tokens: usize) -> anyhow::Result<Rope> 
     require_full_rotation(&mut parameters)?;
     let scaling = scaling(&mut parameters, context_tokens)?;
     parameters.finish()?;
-    Ok(Rope {
-        theta: inner_theta.or(outer_theta).unwrap_or(DEFAULT_THETA),
-        scaling,
-    })
+    Ok((inner_theta.or(outer_theta), scaling))
 }
 
 fn require_full_rotation(fields: &mut Fields) -> anyhow::Result<()> {

@@ -28,15 +28,29 @@ struct Tensor {
     bytes: usize,
 }
 
-/// The tensors of a checkpoint directory, checked against its configuration.
+/// The tensors of a checkpoint directory.
 pub struct SafetensorsWeights {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, Tensor>,
 }
 
 impl SafetensorsWeights {
-    /// Opens the weight files and holds their tensors against the configuration.
+    /// Opens the weight files of a decoder and holds their tensors against its configuration.
     pub fn open(directory: &Path, config: &DecoderConfig) -> anyhow::Result<SafetensorsWeights> {
+        let mut weights = SafetensorsWeights::open_files(directory)?;
+        // Old Llama checkpoints store a table that follows from the configuration.
+        weights
+            .tensors
+            .retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
+        if config.tied_embeddings {
+            weights.drop_head_copy()?;
+        }
+        inventory::check(&inventory::expected(config), &weights.shapes())?;
+        Ok(weights)
+    }
+
+    /// Opens the weight files, whatever tensors they hold.
+    pub fn open_files(directory: &Path) -> anyhow::Result<SafetensorsWeights> {
         let index = if directory.join(SINGLE).exists() {
             None
         } else {
@@ -66,21 +80,15 @@ impl SafetensorsWeights {
                 "{INDEX} says that {file} has {tensor}, but it doesn't"
             );
         }
-
-        // Old Llama checkpoints store a table that follows from the configuration.
-        weights
-            .tensors
-            .retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
-        if config.tied_embeddings {
-            weights.drop_head_copy()?;
-        }
-        let found = weights
-            .tensors
-            .iter()
-            .map(|(name, tensor)| (name.clone(), tensor.shape.clone()))
-            .collect();
-        inventory::check(&inventory::expected(config), &found)?;
         Ok(weights)
+    }
+
+    /// Names and shapes of the tensors.
+    pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        let tensors = self.tensors.iter();
+        tensors
+            .map(|(name, tensor)| (name.clone(), tensor.shape.clone()))
+            .collect()
     }
 
     /// The weight files, sorted by name.

@@ -1,0 +1,7 @@
+//! Draft graphs, run: against recorded values of an independent implementation, and against what breaks them.
+
+mod choices;
+mod goldens;
+mod pairs;
+mod support;
+mod variants;
