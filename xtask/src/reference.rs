@@ -1,6 +1,7 @@
-//! The reference model: fetched, exported and kept under `.outrider/bundles`, one bundle for each numeric form.
+//! The reference pair: target and drafter, exported and kept under `.outrider/bundles`, one bundle for each numeric form.
 //!
-//! A bundle is made again when anything it was made from has changed: the locked checkpoint, the options, or the exporter's own source.
+//! The target is fetched, the drafter is part of the repository; both have the digests of their locks before anything is made of them.
+//! A bundle is made again when anything it was made from has changed: a locked checkpoint, the options, or the exporter's own source.
 //! What it was made from is kept beside it as one digest, so that a second start neither hashes nor exports anything.
 
 use std::env::consts::ARCH;
@@ -11,10 +12,10 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use outrider_bundle::digest::{sha256_hex, write_atomic};
-use outrider_bundle::lock::Lock;
+use outrider_bundle::lock::{Item, Lock};
 use outrider_bundle::manifest::{Attention, Precision};
 
-use crate::checkpoint;
+use crate::checkpoint::{self, DraftCheckpoint};
 use crate::export;
 use crate::fetch;
 use crate::workspace::Workspace;
@@ -25,8 +26,11 @@ pub const NAME: &str = "smollm2-135m-instruct";
 /// Numeric forms that are served and tested.
 pub const PRECISIONS: [Precision; 3] = [Precision::Fp32, Precision::Int8, Precision::Int4];
 
-/// Layers whose output the reference drafter reads.
-const TAPS: [usize; 4] = [1, 10, 19, 27];
+/// Name of the reference drafter, in locks.
+pub const DRAFTER_NAME: &str = "smollm2-135m-dflash2";
+
+/// File of the drafter with the tokens it proposes from.
+const DRAFTER_VOCABULARY: &str = "vocabulary.json";
 
 /// Sources that decide what an export looks like, relative to the workspace.
 const EXPORTER_SOURCES: [&str; 3] = ["bundle/src", "xtask/src/checkpoint", "xtask/src/export"];
@@ -44,13 +48,20 @@ fn fetched(workspace: &Workspace, lock_name: &str) -> anyhow::Result<PathBuf> {
 
 /// Where the first file of a lock of the workspace is, or will be.
 pub fn locked_file(workspace: &Workspace, lock_name: &str) -> anyhow::Result<PathBuf> {
+    let item = locked_item(workspace, lock_name)?;
+    let file = item.files.first();
+    let file = file.with_context(|| format!("lock {lock_name} names no file"))?;
+    Ok(workspace.store().join(item.directory()).join(&file.name))
+}
+
+/// The first item of a lock of the workspace that is for this machine.
+fn locked_item(workspace: &Workspace, lock_name: &str) -> anyhow::Result<Item> {
     let path = workspace.locks().join(format!("{lock_name}.toml"));
     let unusable = || format!("lock {} is unusable", path.display());
     let lock = Lock::load(&path).with_context(unusable)?;
     let items = lock.items_for(ARCH).with_context(unusable)?;
-    let item = items.first().with_context(unusable)?;
-    let file = item.files.first().with_context(unusable)?;
-    Ok(workspace.store().join(item.directory()).join(&file.name))
+    let item = *items.first().with_context(unusable)?;
+    Ok(item.clone())
 }
 
 /// The name of a numeric form, as flags and bundle directories spell it.
@@ -102,12 +113,19 @@ pub fn ensure(workspace: &Workspace, precision: Precision) -> anyhow::Result<Pat
     let began = Instant::now();
     eprintln!("exporting {NAME} in {}", precision_name(precision));
     let checkpoint = checkpoint::open(&fetched(workspace, NAME)?)?;
+    let (drafter, vocabulary) = drafter(workspace)?;
     let options = export::Options {
         precision,
         attention: Attention::Native,
-        taps: TAPS.to_vec(),
+        taps: drafter.config.target_layer_ids.clone(),
     };
-    let manifest = export::write_bundle(&checkpoint, &options, &bundle)?;
+    let draft_options = export::DraftOptions {
+        precision,
+        form: Attention::Native,
+        vocabulary: Some(vocabulary),
+        stages: false,
+    };
+    let manifest = export::write_pair(&checkpoint, &options, &drafter, &draft_options, &bundle)?;
     let aside = recipe_file.with_extension("recipe.partial");
     write_atomic(&recipe_file, &aside, recipe.as_bytes())
         .with_context(|| format!("cannot write {}", recipe_file.display()))?;
@@ -120,6 +138,19 @@ pub fn ensure(workspace: &Workspace, precision: Precision) -> anyhow::Result<Pat
     Ok(bundle)
 }
 
+/// The reference drafter and the tokens it proposes from; its files have the digests of its lock.
+fn drafter(workspace: &Workspace) -> anyhow::Result<(DraftCheckpoint, Vec<u32>)> {
+    let file = fetched(workspace, DRAFTER_NAME)?;
+    let directory = file.parent().context("a file is in a directory")?;
+    let mut drafter = checkpoint::open_draft(directory, &[])?;
+    let item = locked_item(workspace, DRAFTER_NAME)?;
+    for source in &mut drafter.sources {
+        source.licence = Some(item.licence.clone());
+    }
+    let vocabulary = export::read_vocabulary(&directory.join(DRAFTER_VOCABULARY))?;
+    Ok((drafter, vocabulary))
+}
+
 fn bundle_dir(workspace: &Workspace, precision: Precision) -> PathBuf {
     workspace
         .bundles()
@@ -129,10 +160,11 @@ fn bundle_dir(workspace: &Workspace, precision: Precision) -> PathBuf {
 /// One digest of everything a bundle is made from.
 fn recipe(workspace: &Workspace, precision: Precision) -> anyhow::Result<String> {
     let mut inputs = vec![format!(
-        "precision {}, native attention, taps {TAPS:?}",
+        "precision {}, native operators, target and draft",
         precision_name(precision)
     )];
-    let mut files = vec![workspace.locks().join(format!("{NAME}.toml"))];
+    let lock = |name: &str| workspace.locks().join(format!("{name}.toml"));
+    let mut files = vec![lock(NAME), lock(DRAFTER_NAME)];
     for sources in EXPORTER_SOURCES {
         rust_files(&workspace.root().join(sources), &mut files)?;
     }
