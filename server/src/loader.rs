@@ -17,7 +17,7 @@ use crate::engine::{
 use crate::http::backend::{Backend, ModelCard};
 use crate::lifecycle::{Latch, Startup};
 use crate::machine;
-use crate::model::{self, OnnxTarget, TargetOptions};
+use crate::model::{self, OnnxTarget, SessionOptions, TargetOptions};
 use crate::service::LoadContext;
 use crate::text::{ChatError, ChatMessage, EncodeError, Text, TextStream};
 
@@ -131,15 +131,17 @@ fn load_target(
     let mut target = OnnxTarget::load(
         bundle,
         &TargetOptions {
-            library: runtime.onnxruntime_library.clone(),
-            execution_provider: match runtime.execution_provider {
-                ExecutionProvider::Cpu => model::ExecutionProvider::Cpu,
-                ExecutionProvider::Cuda => model::ExecutionProvider::Cuda { device: 0 },
+            session: SessionOptions {
+                library: runtime.onnxruntime_library.clone(),
+                execution_provider: match runtime.execution_provider {
+                    ExecutionProvider::Cpu => model::ExecutionProvider::Cpu,
+                    ExecutionProvider::Cuda => model::ExecutionProvider::Cuda { device: 0 },
+                },
+                intra_op_threads: runtime.intra_op_threads.map_or(0, usize::from),
             },
             slots: runtime.max_concurrency,
             context_tokens: runtime.context_tokens,
             kv_limit_bytes: (free_bytes as f64 * runtime.kv_cache_ratio) as u64,
-            intra_op_threads: runtime.intra_op_threads.map_or(0, usize::from),
         },
     )?;
     startup.pass(Latch::SessionsBuilt);

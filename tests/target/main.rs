@@ -4,16 +4,18 @@ mod goldens;
 mod probe;
 mod tiny;
 
-use outrider_server::model::{ExecutionProvider, TargetOptions, runtime};
+use outrider_server::model::{ExecutionProvider, SessionOptions, TargetOptions, runtime};
 
 /// A few slots on the CPU.
 fn options() -> TargetOptions {
     TargetOptions {
-        library: runtime::library_for_tests(),
-        execution_provider: ExecutionProvider::Cpu,
+        session: SessionOptions {
+            library: runtime::library_for_tests(),
+            execution_provider: ExecutionProvider::Cpu,
+            intra_op_threads: 2,
+        },
         slots: 4,
         context_tokens: None,
         kv_limit_bytes: 1 << 32,
-        intra_op_threads: 2,
     }
 }

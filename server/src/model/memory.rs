@@ -8,6 +8,7 @@
 )]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use ort::AsPointer;
@@ -54,6 +55,17 @@ impl Buffer {
     /// Size in bytes.
     pub(super) fn len_bytes(&self) -> usize {
         self.len_bytes
+    }
+
+    /// Part of the memory.
+    pub(super) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(
+            range.end <= self.len_bytes(),
+            "bytes {range:?} of a buffer of {}",
+            self.len_bytes()
+        );
+        // SAFETY: the memory is initialised (zeroed) and long enough.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().add(range.start), range.len()) }
     }
 
     /// The first `len` values as fp32.
@@ -115,12 +127,64 @@ pub(super) unsafe fn view(
                 buffer.len_bytes()
             ))
         })?;
+    // SAFETY: address and size stay inside the buffer, as was checked above; the caller answers for its life.
+    unsafe {
+        let address = buffer.address.as_ptr().add(offset_bytes);
+        tensor_over(allocator, address, size_bytes, element, shape)
+    }
+}
+
+/// A tensor over `values`, for a graph input.
+///
+/// # Safety
+///
+/// The caller keeps `values` borrowed for as long as the tensor, or any binding that holds it, can be used in a run, and binds it as an input only.
+///
+/// # Errors
+///
+/// `values` has another length than `shape` asks for.
+pub(super) unsafe fn view_slice(
+    allocator: &Allocator,
+    values: &[f32],
+    shape: &[i64],
+) -> ort::Result<DynTensor> {
+    if shape.iter().product::<i64>() != values.len() as i64 {
+        return Err(ort::Error::new(format!(
+            "a view of shape {shape:?} over {} values",
+            values.len()
+        )));
+    }
+    let address = values.as_ptr().cast::<u8>().cast_mut();
+    // SAFETY: address and size are those of the slice; the caller answers for its life, and that nothing writes to it.
+    unsafe {
+        tensor_over(
+            allocator,
+            address,
+            size_of_val(values),
+            TensorElementType::Float32,
+            shape,
+        )
+    }
+}
+
+/// A tensor over memory that belongs to somebody else.
+///
+/// # Safety
+///
+/// `size_bytes` from `address` on are valid memory, as large as `shape` asks for, for as long as the tensor can be used in a run.
+unsafe fn tensor_over(
+    allocator: &Allocator,
+    address: *mut u8,
+    size_bytes: usize,
+    element: TensorElementType,
+    shape: &[i64],
+) -> ort::Result<DynTensor> {
     let info = allocator.memory_info();
     let mut value: *mut ort::sys::OrtValue = std::ptr::null_mut();
-    // SAFETY: address and size stay inside the buffer (checked above); the shape pointer is valid for the call.
+    // SAFETY: the caller vouches for address and size; the shape pointer is valid for the call.
     ortsys![unsafe CreateTensorWithDataAsOrtValue(
         info.ptr(),
-        buffer.address.as_ptr().add(offset_bytes).cast(),
+        address.cast(),
         size_bytes,
         shape.as_ptr(),
         shape.len(),

@@ -1,19 +1,24 @@
-//! The target model: its session, its KV memory, and the load-time proof of what its arithmetic can promise.
+//! The models: their sessions, their KV memory, and the load-time proof of what the target's arithmetic can promise.
 //!
-//! The engine sees the [`Target`] trait only: it hands over a [`Batch`] of token rows for a range of slots and reads logits back.
+//! The engine sees the [`Target`] trait only, and [`crate::draft::Drafter`] for the draft: it hands over a [`Batch`] of token rows for a range of slots and reads logits back.
 //! This module decides nothing about requests, and holds the only unsafe code besides the operators: views of caller-owned memory for ONNX Runtime.
 
 #[cfg(test)]
 pub(crate) mod fake;
+mod kv_slab;
 mod memory;
+pub mod onnx_draft;
 pub mod onnx_target;
 pub mod probe;
 pub mod runtime;
+pub mod session;
 
 use std::ops::Range;
 
-pub use onnx_target::{ExecutionProvider, OnnxTarget, TargetOptions};
+pub use onnx_draft::{DraftOptions, OnnxDraft};
+pub use onnx_target::{OnnxTarget, TargetOptions};
 pub use probe::{LosslessClass, ProbeReport, WidthRule};
+pub use session::{ExecutionProvider, SessionOptions};
 
 /// What the engine needs to know of a loaded target.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,54 +1,35 @@
 //! A target graph in ONNX Runtime: session, KV slab, and the bindings that let a pass read and write the slab in place.
 //!
-//! The slab of a layer is `[slots, rows, kv_heads * head_dim]`; a batch over consecutive slots is a view of it, bound to the cache input and to the
-//! updated-cache output alike. Bindings are kept per slot range, so a step only binds its small inputs and its outputs again.
+//! Bindings are kept per slot range, so a step only binds its small inputs and its outputs again.
 #![expect(unsafe_code, reason = "binds views of caller-owned memory")]
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 
-use ort::ep;
 use ort::memory::Allocator;
-use ort::session::builder::GraphOptimizationLevel;
 use ort::session::{IoBinding, Session};
-use ort::value::{Tensor, TensorElementType, ValueType};
+use ort::value::{Tensor, TensorElementType};
 use outrider_bundle::VerifiedBundle;
-use outrider_bundle::manifest::{Attention, TargetFacts};
+use outrider_bundle::manifest::TargetFacts;
 
+use super::kv_slab::{KvLayout, KvSlab, element_of, outlets};
 use super::memory::{Buffer, release_freed, view};
-use super::{Batch, ModelError, Taps, Target, TargetShape, runtime};
+use super::session::{self, SessionOptions, graph_fault, typed};
+use super::{Batch, ModelError, Taps, Target, TargetShape};
 
 /// Cache rows of a slot beyond its context: padding rows of a batched step may be written there.
 const HEADROOM_TOKENS: usize = 32;
 
-/// Where graphs run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ExecutionProvider {
-    /// The CPU.
-    #[default]
-    Cpu,
-    /// The CUDA device with this index. A session that can't run wholly on it is an error.
-    Cuda {
-        /// Index of the device.
-        device: i32,
-    },
-}
-
 /// How a target is loaded.
 #[derive(Clone, Debug)]
 pub struct TargetOptions {
-    /// The ONNX Runtime library.
-    pub library: PathBuf,
-    /// Where the graph runs.
-    pub execution_provider: ExecutionProvider,
+    /// How the session is made.
+    pub session: SessionOptions,
     /// Sequences that can be held at once.
     pub slots: usize,
     /// Longest sequence in tokens; `None` takes the model's own limit.
     pub context_tokens: Option<usize>,
     /// Most bytes the KV slab may take.
     pub kv_limit_bytes: u64,
-    /// Threads of one operator; 0 takes one per core.
-    pub intra_op_threads: usize,
 }
 
 /// A target graph loaded into ONNX Runtime.
@@ -58,9 +39,7 @@ pub struct OnnxTarget {
     session: Session,
     allocator: Allocator,
     shape: TargetShape,
-    cache: KvLayout,
-    /// Key slab and value slab of each layer.
-    slabs: Vec<[Buffer; 2]>,
+    cache: KvSlab,
     logits: Buffer,
     taps: Buffer,
     last: Pass,
@@ -68,17 +47,6 @@ pub struct OnnxTarget {
 
 /// What a kept binding was made for: first slot, number of slots, whether taps are bound.
 type BindingKey = (usize, usize, bool);
-
-/// Geometry of the KV slab.
-#[derive(Clone, Copy, Debug)]
-struct KvLayout {
-    /// Rows of a slot: its context and the headroom.
-    rows: usize,
-    /// Values of a row: `kv_heads * head_dim`.
-    row_size: usize,
-    element: TensorElementType,
-    element_bytes: usize,
-}
 
 /// Shape of the outputs of the last pass.
 #[derive(Clone, Copy, Debug, Default)]
@@ -97,51 +65,19 @@ impl OnnxTarget {
     /// The library can't be loaded, the graph has other inputs or outputs than the target contract asks for, or the KV slab exceeds its limit.
     pub fn load(bundle: &VerifiedBundle, options: &TargetOptions) -> Result<Self, ModelError> {
         let facts = &bundle.manifest().target;
-        let environment = runtime::environment(&options.library)?;
-        let graph_fault = |fault: String| ModelError::Graph {
-            graph: facts.graph.clone(),
-            fault,
-        };
-        let graph = bundle
-            .path(&facts.graph)
-            .ok_or_else(|| graph_fault("is not a file of the bundle".to_owned()))?;
-        let cache = kv_layout(facts, options).map_err(graph_fault)?;
-        check_kv_limit(facts, options, &cache)?;
-
-        let mut builder = Session::builder(environment)?
-            .with_optimization_level(GraphOptimizationLevel::All)
-            .map_err(ort::Error::from)?
-            // Step shapes change all the time, so a pattern learnt from one of them would only hold memory.
-            .with_memory_pattern(false)
-            .map_err(ort::Error::from)?;
-        if options.intra_op_threads > 0 {
-            builder = builder
-                .with_intra_threads(options.intra_op_threads)
-                .map_err(ort::Error::from)?;
+        let fault = |fault: String| graph_fault(&facts.graph, fault);
+        let layout = kv_layout(facts, options).map_err(fault)?;
+        let needed_bytes = layout.size_bytes();
+        if needed_bytes > options.kv_limit_bytes {
+            return Err(ModelError::KvMemory {
+                needed_bytes,
+                allowed_bytes: options.kv_limit_bytes,
+                slots: options.slots,
+                context_tokens: layout.rows - HEADROOM_TOKENS,
+            });
         }
-        if facts.attention == Attention::Native {
-            builder = builder
-                .with_operators(crate::ops::domain()?)
-                .map_err(ort::Error::from)?;
-        }
-        if let ExecutionProvider::Cuda { device } = options.execution_provider {
-            builder = builder
-                .with_disable_cpu_fallback()
-                .map_err(ort::Error::from)?
-                .with_execution_providers([ep::CUDA::default()
-                    .with_device_id(device)
-                    .with_tf32(false)
-                    .build()
-                    .error_on_failure()])
-                .map_err(ort::Error::from)?;
-        }
-        let session = builder.commit_from_file(graph)?;
-        check_interface(&session, facts, &cache).map_err(graph_fault)?;
-
-        let slab_bytes = options.slots * cache.rows * cache.row_size * cache.element_bytes;
-        let slabs = (0..facts.layers)
-            .map(|_| [Buffer::zeroed(slab_bytes), Buffer::zeroed(slab_bytes)])
-            .collect();
+        let session = session::open(bundle, &facts.graph, facts.attention, &options.session)?;
+        check_interface(&session, facts, &layout).map_err(fault)?;
         Ok(Self {
             bindings: HashMap::new(),
             allocator: Allocator::default(),
@@ -153,8 +89,7 @@ impl OnnxTarget {
                 tap_size: facts.taps.len() * facts.hidden_size,
             },
             session,
-            cache,
-            slabs,
+            cache: KvSlab::new(layout),
             logits: Buffer::zeroed(0),
             taps: Buffer::zeroed(0),
             last: Pass::default(),
@@ -170,13 +105,14 @@ impl OnnxTarget {
         release_freed();
     }
 
+    /// A copy of the first `rows` cache rows of a slot, keys before values, layer by layer: what tests compare bit for bit.
+    pub fn cached_bytes(&self, slot: usize, rows: usize) -> Vec<u8> {
+        self.cache.cached_bytes(slot, rows)
+    }
+
     /// Bytes of the KV slab.
     pub fn kv_bytes(&self) -> u64 {
-        self.slabs
-            .iter()
-            .flatten()
-            .map(|buffer| buffer.len_bytes() as u64)
-            .sum()
+        self.cache.layout().size_bytes()
     }
 
     fn check(&self, batch: &Batch) -> Result<(), ModelError> {
@@ -212,7 +148,7 @@ impl OnnxTarget {
                 ));
             }
             if row.start + row.tokens.len() > self.shape.context_tokens
-                || row.start + batch.width > self.cache.rows
+                || row.start + batch.width > self.cache.layout().rows
             {
                 return refuse(format!(
                     "slot {slot}: {} tokens at {} in a width of {}; the context holds {}",
@@ -242,31 +178,11 @@ impl OnnxTarget {
             return Ok(binding);
         }
         let (first_slot, rows, _) = key;
-        let KvLayout {
-            rows: cache_rows,
-            row_size,
-            element,
-            element_bytes,
-        } = self.cache;
-        let shape = [rows as i64, cache_rows as i64, row_size as i64];
-        let offset_bytes = first_slot * cache_rows * row_size * element_bytes;
         let mut binding = self.session.create_binding()?;
-        for (layer, slabs) in self.slabs.iter().enumerate() {
-            for (name, slab) in ["key", "value"].iter().zip(slabs) {
-                // SAFETY: slabs live as long as `self`, are never replaced, and are not looked at while a run is going on.
-                let cache = || unsafe {
-                    view(
-                        &self.allocator,
-                        slab,
-                        offset_bytes,
-                        element,
-                        element_bytes,
-                        &shape,
-                    )
-                };
-                binding.bind_input(format!("{name}_cache.{layer}"), &cache()?)?;
-                binding.bind_output(format!("updated_{name}_cache.{layer}"), cache()?)?;
-            }
+        // SAFETY: the slab lives as long as `self`, and only runs touch it.
+        unsafe {
+            self.cache
+                .bind(&mut binding, &self.allocator, first_slot, rows)?;
         }
         Ok(binding)
     }
@@ -406,16 +322,6 @@ fn bind_output_buffer(
 }
 
 fn kv_layout(facts: &TargetFacts, options: &TargetOptions) -> Result<KvLayout, String> {
-    let (element, element_bytes) = match facts.kv_dtype.as_str() {
-        "float32" => (TensorElementType::Float32, 4),
-        "float16" => (TensorElementType::Float16, 2),
-        "bfloat16" => (TensorElementType::Bfloat16, 2),
-        other => {
-            return Err(format!(
-                "kv_dtype is {other:?}; float32, float16 and bfloat16 are known"
-            ));
-        }
-    };
     let context_tokens = options.context_tokens.unwrap_or(facts.context_tokens);
     if context_tokens == 0 || context_tokens > facts.context_tokens {
         return Err(format!(
@@ -424,77 +330,38 @@ fn kv_layout(facts: &TargetFacts, options: &TargetOptions) -> Result<KvLayout, S
         ));
     }
     Ok(KvLayout {
+        layers: facts.layers,
+        slots: options.slots,
         rows: context_tokens + HEADROOM_TOKENS,
         row_size: facts.kv_heads * facts.head_dim,
-        element,
-        element_bytes,
+        element: element_of(&facts.kv_dtype)?,
     })
 }
 
-fn check_kv_limit(
-    facts: &TargetFacts,
-    options: &TargetOptions,
-    cache: &KvLayout,
-) -> Result<(), ModelError> {
-    let row_bytes = (2 * facts.layers * cache.row_size * cache.element_bytes) as u64;
-    let needed_bytes = row_bytes * cache.rows as u64 * options.slots as u64;
-    if needed_bytes > options.kv_limit_bytes {
-        return Err(ModelError::KvMemory {
-            needed_bytes,
-            allowed_bytes: options.kv_limit_bytes,
-            slots: options.slots,
-            context_tokens: cache.rows - HEADROOM_TOKENS,
-        });
-    }
-    Ok(())
-}
-
 /// Compares the session's inputs and outputs with the target contract.
-fn check_interface(session: &Session, facts: &TargetFacts, cache: &KvLayout) -> Result<(), String> {
-    let mut inputs: Vec<(String, TensorElementType)> = [
-        "input_ids",
-        "position_ids",
-        "write_indices",
-        "nonpad_kv_seqlen",
-        "logit_indices",
-    ]
-    .iter()
-    .map(|name| ((*name).to_owned(), TensorElementType::Int64))
-    .collect();
-    let mut outputs = vec![("logits".to_owned(), TensorElementType::Float32)];
-    for layer in 0..facts.layers {
-        for name in ["key", "value"] {
-            inputs.push((format!("{name}_cache.{layer}"), cache.element));
-            outputs.push((format!("updated_{name}_cache.{layer}"), cache.element));
-        }
-    }
-    if !facts.taps.is_empty() {
-        outputs.push(("aux_hidden_states".to_owned(), TensorElementType::Float32));
-    }
-    for (kind, wanted, found) in [
-        ("input", &inputs, session.inputs()),
-        ("output", &outputs, session.outputs()),
-    ] {
-        for (name, element) in wanted {
-            let outlet = found
-                .iter()
-                .find(|outlet| outlet.name() == name)
-                .ok_or_else(|| format!("the {kind} {name} is missing"))?;
-            match outlet.dtype() {
-                ValueType::Tensor { ty, .. } if ty == element => {}
-                other => {
-                    return Err(format!(
-                        "the {kind} {name} is {other}; {element} is expected"
-                    ));
-                }
-            }
-        }
-        if let Some(extra) = found
-            .iter()
-            .find(|outlet| wanted.iter().all(|(name, _)| name != outlet.name()))
-        {
-            return Err(format!("the {kind} {} is unknown", extra.name()));
-        }
-    }
-    Ok(())
+fn check_interface(
+    session: &Session,
+    facts: &TargetFacts,
+    layout: &KvLayout,
+) -> Result<(), String> {
+    let mut inputs = outlets(layout, "");
+    inputs.extend(typed(
+        &[
+            "input_ids",
+            "position_ids",
+            "write_indices",
+            "nonpad_kv_seqlen",
+            "logit_indices",
+        ],
+        TensorElementType::Int64,
+    ));
+    let mut outputs = outlets(layout, "updated_");
+    let has_taps = !facts.taps.is_empty();
+    let floats = if has_taps {
+        &["logits", "aux_hidden_states"][..]
+    } else {
+        &["logits"]
+    };
+    outputs.extend(typed(floats, TensorElementType::Float32));
+    session::check_interface(session, &inputs, &outputs)
 }

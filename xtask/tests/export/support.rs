@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use outrider_bundle::VerifiedBundle;
 use outrider_bundle::manifest::{Attention, Precision};
 use outrider_server::model::{
-    Batch, BatchRow, ExecutionProvider, OnnxTarget, Target, TargetOptions, runtime,
+    Batch, BatchRow, ExecutionProvider, OnnxTarget, SessionOptions, Target, TargetOptions, runtime,
 };
 use safetensors::SafeTensors;
 use tempfile::TempDir;
@@ -165,12 +165,14 @@ impl Weights for Random {
 pub fn load(bundle: &Path) -> OnnxTarget {
     let bundle = VerifiedBundle::open(bundle).unwrap();
     let options = TargetOptions {
-        library: runtime::library_for_tests(),
-        execution_provider: ExecutionProvider::Cpu,
+        session: SessionOptions {
+            library: runtime::library_for_tests(),
+            execution_provider: ExecutionProvider::Cpu,
+            intra_op_threads: 2,
+        },
         slots: 4,
         context_tokens: None,
         kv_limit_bytes: 1 << 30,
-        intra_op_threads: 2,
     };
     OnnxTarget::load(&bundle, &options).unwrap()
 }

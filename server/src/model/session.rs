@@ -1,0 +1,127 @@
+//! How a graph of a bundle becomes an ONNX Runtime session, the same way for the target and for the draft.
+
+use std::path::PathBuf;
+
+use ort::ep;
+use ort::session::Session;
+use ort::session::builder::GraphOptimizationLevel;
+use ort::value::{TensorElementType, ValueType};
+use outrider_bundle::VerifiedBundle;
+use outrider_bundle::manifest::Attention;
+
+use super::{ModelError, runtime};
+
+/// Where graphs run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExecutionProvider {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// The CUDA device with this index. A session that can't run wholly on it is an error.
+    Cuda {
+        /// Index of the device.
+        device: i32,
+    },
+}
+
+/// How sessions are made.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    /// The ONNX Runtime library.
+    pub library: PathBuf,
+    /// Where the graph runs.
+    pub execution_provider: ExecutionProvider,
+    /// Threads of one operator; 0 takes one per core.
+    pub intra_op_threads: usize,
+}
+
+/// An error about one graph of a bundle.
+pub(super) fn graph_fault(graph: &str, fault: impl Into<String>) -> ModelError {
+    ModelError::Graph {
+        graph: graph.to_owned(),
+        fault: fault.into(),
+    }
+}
+
+/// Opens a graph of the bundle; `form` says whether it needs the custom operators.
+pub(super) fn open(
+    bundle: &VerifiedBundle,
+    graph: &str,
+    form: Attention,
+    options: &SessionOptions,
+) -> Result<Session, ModelError> {
+    let environment = runtime::environment(&options.library)?;
+    let path = bundle
+        .path(graph)
+        .ok_or_else(|| graph_fault(graph, "is not a file of the bundle"))?;
+    let mut builder = Session::builder(environment)?
+        .with_optimization_level(GraphOptimizationLevel::All)
+        .map_err(ort::Error::from)?
+        // Step shapes change all the time, so a pattern learnt from one of them would only hold memory.
+        .with_memory_pattern(false)
+        .map_err(ort::Error::from)?;
+    if options.intra_op_threads > 0 {
+        builder = builder
+            .with_intra_threads(options.intra_op_threads)
+            .map_err(ort::Error::from)?;
+    }
+    if form == Attention::Native {
+        builder = builder
+            .with_operators(crate::ops::domain()?)
+            .map_err(ort::Error::from)?;
+    }
+    if let ExecutionProvider::Cuda { device } = options.execution_provider {
+        builder = builder
+            .with_disable_cpu_fallback()
+            .map_err(ort::Error::from)?
+            .with_execution_providers([ep::CUDA::default()
+                .with_device_id(device)
+                .with_tf32(false)
+                .build()
+                .error_on_failure()])
+            .map_err(ort::Error::from)?;
+    }
+    Ok(builder.commit_from_file(path)?)
+}
+
+/// Compares the session's inputs and outputs with what the engine drives.
+pub(super) fn check_interface(
+    session: &Session,
+    inputs: &[(String, TensorElementType)],
+    outputs: &[(String, TensorElementType)],
+) -> Result<(), String> {
+    for (kind, wanted, found) in [
+        ("input", inputs, session.inputs()),
+        ("output", outputs, session.outputs()),
+    ] {
+        for (name, element) in wanted {
+            let outlet = found
+                .iter()
+                .find(|outlet| outlet.name() == name)
+                .ok_or_else(|| format!("the {kind} {name} is missing"))?;
+            match outlet.dtype() {
+                ValueType::Tensor { ty, .. } if ty == element => {}
+                other => {
+                    return Err(format!(
+                        "the {kind} {name} is {other}; {element} is expected"
+                    ));
+                }
+            }
+        }
+        if let Some(extra) = found
+            .iter()
+            .find(|outlet| wanted.iter().all(|(name, _)| name != outlet.name()))
+        {
+            return Err(format!("the {kind} {} is unknown", extra.name()));
+        }
+    }
+    Ok(())
+}
+
+/// Names with one element type.
+pub(super) fn typed(
+    names: &[&str],
+    element: TensorElementType,
+) -> impl Iterator<Item = (String, TensorElementType)> {
+    names.iter().map(move |name| ((*name).to_owned(), element))
+}
