@@ -2,6 +2,7 @@
 //!
 //! Layers, outermost first; each knows only the ones below it:
 //! [`http`] (OpenAI shapes) → [`engine`] (requests, slots, steps) → [`draft`] (proposals) → [`model`] (sessions and KV memory) → [`ops`] (custom operators).
+//! [`noise`] is what the engine's choice of a token and the draft head's have in common.
 //! [`text`] turns strings into token ids and back and depends on none of them.
 
 pub mod config;
@@ -13,6 +14,7 @@ pub mod loader;
 pub mod machine;
 pub mod metrics;
 pub mod model;
+pub mod noise;
 pub mod ops;
 pub mod service;
 pub mod text;

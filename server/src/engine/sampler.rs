@@ -4,18 +4,13 @@
 //! the token with the largest `logit / temperature + gumbel(seed, position, token)` is taken. Because the noise is keyed and not drawn from a
 //! running state, the choice at a position does not depend on how it was reached: alone or in a batch, drafted or not.
 //!
-//! The Gumbel-max rule is evaluated as an exponential race, which picks the same token: with `e = -ln(u)`, the smallest `e / exp(logit / temperature)`.
+//! The rule is evaluated as the race of [`crate::noise`], which picks the same token.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{Rng, SeedableRng};
-
 use super::request::{Sampling, TokenLogprobs};
-
-/// Domain separation of the noise key, so that a seed means nothing to any other use of the generator.
-const NOISE_DOMAIN: &[u8; 16] = b"outrider noise 1";
+use crate::noise::{self, Noise, Race};
 
 /// Below this many candidates noise is looked up token by token instead of generated for the whole vocabulary.
 const RANDOM_ACCESS_LIMIT: usize = 512;
@@ -90,7 +85,7 @@ impl Sampler {
         let sampling = context.sampling;
         let noise = Noise::new(context.seed, context.position());
         let inverse_temperature = 1.0 / f64::from(sampling.temperature);
-        let weight = |id: u32| weight(logits[id as usize], largest, inverse_temperature);
+        let weight = |id: u32| noise::weight(logits[id as usize], largest, inverse_temperature);
         let vocab_size = logits.len();
 
         let keeps_all = sampling.top_k == 0 && sampling.top_p >= 1.0 && sampling.min_p <= 0.0;
@@ -98,7 +93,7 @@ impl Sampler {
             noise.fill(&mut self.noise, vocab_size);
             let mut race = Race::default();
             for (id, (&logit, word)) in logits.iter().zip(self.noise.chunks_exact(4)).enumerate() {
-                let weight = self::weight(logit, largest, inverse_temperature);
+                let weight = noise::weight(logit, largest, inverse_temperature);
                 race.enter(
                     id as u32,
                     weight,
@@ -268,69 +263,6 @@ fn first_index_of(logits: &[f32], value: f32) -> u32 {
         .iter()
         .position(|&logit| logit == value)
         .expect("the value was found in these logits") as u32
-}
-
-/// Unnormalised probability; the most likely token has 1.
-fn weight(logit: f32, largest: f32, inverse_temperature: f64) -> f64 {
-    (f64::from(logit - largest) * inverse_temperature).exp()
-}
-
-/// Noise of one position: one 32-bit word per token, reachable in any order.
-struct Noise {
-    generator: ChaCha8Rng,
-}
-
-impl Noise {
-    fn new(seed: u64, position: u64) -> Self {
-        let mut key = [0; 32];
-        key[..16].copy_from_slice(NOISE_DOMAIN);
-        key[16..24].copy_from_slice(&seed.to_le_bytes());
-        let mut generator = ChaCha8Rng::from_seed(key);
-        generator.set_stream(position);
-        Self { generator }
-    }
-
-    fn word(&self, id: u32) -> u32 {
-        let mut generator = self.generator.clone();
-        generator.set_word_pos(u128::from(id));
-        generator.next_u32()
-    }
-
-    /// The words of tokens `0..count`, little-endian.
-    fn fill(&self, words: &mut Vec<u8>, count: usize) {
-        words.resize(count * 4, 0);
-        self.generator.clone().fill_bytes(words);
-    }
-}
-
-/// An exponential race: every token finishes at `-ln(u) / weight`, the first wins, the lower id among equals.
-#[derive(Debug, Default)]
-struct Race {
-    best: Option<(f64, u32)>,
-}
-
-impl Race {
-    fn enter(&mut self, id: u32, weight: f64, word: u32) {
-        // The middle of the word's interval: never 0 and never 1.
-        let uniform = (f64::from(word) + 0.5) / 4_294_967_296.0;
-        if let Some((best, _)) = self.best {
-            // `-ln(u) >= 1 - u`: most tokens can't win and need no logarithm.
-            if 1.0 - uniform > best * weight {
-                return;
-            }
-        }
-        let time = -uniform.ln() / weight;
-        match self.best {
-            Some((best, best_id)) if time > best || (time == best && id > best_id) => {}
-            _ if time.is_finite() => self.best = Some((time, id)),
-            _ => {}
-        }
-    }
-
-    /// The winner; `fallback` when every weight was too small to count.
-    fn winner(&self, fallback: u32) -> u32 {
-        self.best.map_or(fallback, |(_, id)| id)
-    }
 }
 
 #[cfg(test)]
@@ -513,19 +445,6 @@ mod tests {
             chi_squared < 16.27,
             "chi-squared {chi_squared} with counts {counts:?}"
         );
-    }
-
-    #[test]
-    fn noise_is_the_same_by_lookup_and_in_bulk_and_differs_by_seed_and_position() {
-        let noise = Noise::new(42, 7);
-        let mut words = Vec::new();
-        noise.fill(&mut words, 300);
-        for id in [0u32, 1, 15, 16, 17, 63, 64, 299] {
-            let word = &words[id as usize * 4..][..4];
-            assert_eq!(noise.word(id).to_le_bytes(), word, "token {id}");
-        }
-        assert_ne!(Noise::new(42, 8).word(0), noise.word(0));
-        assert_ne!(Noise::new(43, 7).word(0), noise.word(0));
     }
 
     #[test]
