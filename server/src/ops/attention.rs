@@ -2,18 +2,21 @@
 //!
 //! **Exactness.** What a query row gets depends on that row, the keys it sees and their places in the cache, and on nothing else.
 //! Keys are taken in tiles and splits that begin at fixed multiples counted from the first row of the cache, each in a fixed order,
-//! so the bits of a row are the same for any number of new tokens, any batch, any cache capacity, any number of threads and any neighbours.
+//! so the bits of a row are the same for any number of new tokens, any padding, any batch, any cache capacity, any number of threads and any neighbours.
 //! How the work is cut into tasks ([`Plan`]) is free: it never changes the order of operations within a row.
 //!
 //! **Reads.** Only keys and values that some row of the call sees are read; stale rows behind them may hold anything, NaN included.
 //!
+//! **Two operators.** [`cached`] and [`block`] check their inputs and say what a [`Call`] writes and what its queries see; the rest is the same for both.
+//!
 //! The 16-bit element types are widened to `f32` tile by tile; all arithmetic is `f32`.
 
-mod element;
+pub mod block;
+pub mod cached;
+mod call;
 mod geometry;
 mod plan;
 mod prepare;
-mod shared;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -22,47 +25,22 @@ mod tile;
 use std::{cell::Cell, ops::Range, sync::OnceLock};
 
 pub use self::{
-    element::Element,
-    geometry::{AttentionError, Attributes, Geometry, RotaryLayout, TensorShapes},
+    call::Call,
+    geometry::{Attributes, Geometry, RotaryLayout},
 };
 use self::{
+    call::Sequence,
     plan::{Plan, SPLIT, Task},
-    shared::SharedMut,
     state::{Finish, Merge, State},
     tile::{TILE, Tile},
 };
-use crate::ops::simd::{InstructionSet, MAX_LANES};
-
-/// Runs independent tasks, in any order, on any threads.
-pub trait Pool {
-    /// Calls `task` once with every number below `tasks` and returns when all calls have returned.
-    fn for_each(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<(), AttentionError>;
-}
-
-/// The inputs of one call but for the caches; row-major, shapes as in [`TensorShapes`].
-#[derive(Clone, Copy, Debug)]
-pub struct Inputs<'a, T> {
-    /// `[batch, tokens, num_heads · head_dim]`.
-    pub query: &'a [T],
-    /// `[batch, tokens, kv_num_heads · head_dim]`.
-    pub key: &'a [T],
-    /// `[batch, tokens, kv_num_heads · head_dim]`.
-    pub value: &'a [T],
-    /// `[batch, tokens]`: row of the rotary tables for each new token.
-    pub position_ids: &'a [i64],
-    /// `[batch]`: cache row of the first new token.
-    pub write_indices: &'a [i64],
-    /// `[batch]`: valid cache rows, the new ones included.
-    pub nonpad_kv_seqlen: &'a [i64],
-    /// `[positions, rotary_dim / 2]`.
-    pub cos: &'a [f32],
-    /// `[positions, rotary_dim / 2]`.
-    pub sin: &'a [f32],
-    /// `[head_dim]`: weight of the RMS norm of each query head.
-    pub q_norm: Option<&'a [f32]>,
-    /// `[head_dim]`: weight of the RMS norm of each key head.
-    pub k_norm: Option<&'a [f32]>,
-}
+use super::{
+    element::Element,
+    error::OperatorError,
+    pool::Pool,
+    shared::SharedMut,
+    simd::{InstructionSet, MAX_LANES},
+};
 
 /// Memory that calls reuse; it grows to the largest call and never shrinks.
 #[derive(Debug, Default)]
@@ -71,122 +49,82 @@ pub struct Scratch {
     partials: Vec<f32>,
 }
 
-/// Copies the cache rows a call keeps from the caller's cache to the one the call updates, where they are not the same memory.
-///
-/// For each sequence these are the valid rows, `0..nonpad_kv_seqlen`, but for those [`attend`] writes anyway.
-/// Rows behind them are left as they are: nothing reads them before they are written.
-pub fn copy_kept_rows<T: Element>(
-    geometry: &Geometry,
-    inputs: &Inputs<'_, T>,
-    from: &[T],
-    to: &mut [T],
-) -> Result<(), AttentionError> {
-    geometry.check_values(inputs)?;
-    let width = geometry.kv_width();
-    for batch in 0..geometry.batch {
-        let valid = inputs.nonpad_kv_seqlen[batch] as usize;
-        let written = inputs.write_indices[batch] as usize;
-        let first = batch * geometry.capacity;
-        for kept in [0..valid.min(written), written + geometry.tokens..valid] {
-            if !kept.is_empty() {
-                let elements = (first + kept.start) * width..(first + kept.end) * width;
-                to[elements.clone()].copy_from_slice(&from[elements]);
-            }
+impl<T: Element> Call<'_, T> {
+    /// Writes the new keys and values into the caches and the attention of every query to `output`.
+    ///
+    /// `output` is `[batch, tokens, num_heads · head_dim]`, the caches are `[batch, capacity, kv_num_heads · head_dim]`.
+    /// A query that stands at cache row `p` of a sequence with `n` valid rows, the new ones included, sees cache row `j` exactly when
+    /// `j < n`, `j <= p` if the attention is causal, and `|p - j| < window` if there is a window.
+    /// A query that sees no row, or is padding, gives zeros.
+    pub fn attend(
+        &self,
+        key_cache: &mut [T],
+        value_cache: &mut [T],
+        output: &mut [T],
+        scratch: &mut Scratch,
+        pool: &impl Pool,
+    ) -> Result<(), OperatorError> {
+        self.attend_on(
+            Machine::this(),
+            key_cache,
+            value_cache,
+            output,
+            scratch,
+            pool,
+        )
+    }
+
+    /// One step below the public function, for tests of other machines.
+    fn attend_on(
+        &self,
+        machine: Machine,
+        key_cache: &mut [T],
+        value_cache: &mut [T],
+        output: &mut [T],
+        scratch: &mut Scratch,
+        pool: &impl Pool,
+    ) -> Result<(), OperatorError> {
+        let geometry = self.geometry;
+        let cache_elements = geometry.batch * geometry.capacity * geometry.kv_width();
+        assert!(
+            key_cache.len() == cache_elements
+                && value_cache.len() == cache_elements
+                && output.len() == self.query.len()
+        );
+        let width = geometry.padded_head_dim();
+        grow(
+            &mut scratch.queries,
+            geometry.batch * geometry.tokens * geometry.num_heads() * width,
+        );
+        prepare::prepare(self, key_cache, value_cache, &mut scratch.queries, pool)?;
+        if output.is_empty() {
+            return Ok(());
         }
-    }
-    Ok(())
-}
 
-/// Writes the new keys and values into the caches and the attention of every query to `output`.
-///
-/// `output` is `[batch, tokens, num_heads · head_dim]`, the caches are `[batch, capacity, kv_num_heads · head_dim]`.
-/// Query `i` of a sequence stands at cache row `p = i + nonpad_kv_seqlen - tokens` and sees cache row `j` exactly when
-/// `j < nonpad_kv_seqlen`, `j <= p` if the attention is causal, and `|p - j| < window` if there is a window.
-/// A query that sees no row gives zeros.
-pub fn attend<T: Element>(
-    geometry: &Geometry,
-    inputs: &Inputs<'_, T>,
-    key_cache: &mut [T],
-    value_cache: &mut [T],
-    output: &mut [T],
-    scratch: &mut Scratch,
-    pool: &impl Pool,
-) -> Result<(), AttentionError> {
-    attend_on(
-        Machine::this(),
-        geometry,
-        inputs,
-        key_cache,
-        value_cache,
-        output,
-        scratch,
-        pool,
-    )
-}
-
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one private step below the public function, for tests of other machines"
-)]
-fn attend_on<T: Element>(
-    machine: Machine,
-    geometry: &Geometry,
-    inputs: &Inputs<'_, T>,
-    key_cache: &mut [T],
-    value_cache: &mut [T],
-    output: &mut [T],
-    scratch: &mut Scratch,
-    pool: &impl Pool,
-) -> Result<(), AttentionError> {
-    geometry.check_values(inputs)?;
-    let cache_elements = geometry.batch * geometry.capacity * geometry.kv_width();
-    assert!(
-        key_cache.len() == cache_elements
-            && value_cache.len() == cache_elements
-            && output.len() == inputs.query.len()
-    );
-    if output.is_empty() {
-        return Ok(());
-    }
-
-    let plan = Plan::new(geometry, inputs.nonpad_kv_seqlen, machine.cores);
-    let width = geometry.padded_head_dim();
-    grow(
-        &mut scratch.queries,
-        geometry.batch * geometry.tokens * geometry.num_heads() * width,
-    );
-    grow(&mut scratch.partials, plan.partial_elements(width));
-
-    prepare::prepare(
-        geometry,
-        inputs,
-        key_cache,
-        value_cache,
-        &mut scratch.queries,
-        pool,
-    )?;
-
-    let call = Call {
-        instructions: machine.instructions,
-        geometry,
-        nonpad_kv_seqlen: inputs.nonpad_kv_seqlen,
-        plan: &plan,
-        width,
-        queries: &scratch.queries,
-        key_cache,
-        value_cache,
-        output: SharedMut::new(output),
-        partials: SharedMut::new(&mut scratch.partials),
-    };
-    plan.run(plan.tasks(), pool, &|task| {
-        with_worker(|worker| call.attend_rows(&plan.task(task), worker))
-    })?;
-    if plan.splits_are_tasks() {
-        plan.run(plan.groups(), pool, &|group| {
-            with_worker(|worker| call.merge_group(group, worker))
+        let plan = Plan::new(geometry, &self.sequences, machine.cores);
+        grow(&mut scratch.partials, plan.partial_elements(width));
+        let running = Running {
+            instructions: machine.instructions,
+            geometry,
+            sequences: &self.sequences,
+            plan: &plan,
+            width,
+            queries: &scratch.queries,
+            key_cache,
+            value_cache,
+            output: SharedMut::new(output),
+            partials: SharedMut::new(&mut scratch.partials),
+        };
+        plan.run(plan.tasks(), pool, &|task| {
+            with_worker(|worker| running.attend_rows(&plan.task(task), worker))
         })?;
+        if plan.splits_are_tasks() {
+            plan.run(plan.groups(), pool, &|group| {
+                with_worker(|worker| running.merge_group(group, worker))
+            })?;
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// What a call may use.
@@ -209,10 +147,10 @@ impl Machine {
 }
 
 /// What all tasks of one call share.
-struct Call<'a, T> {
+struct Running<'a, T> {
     instructions: InstructionSet,
     geometry: &'a Geometry,
-    nonpad_kv_seqlen: &'a [i64],
+    sequences: &'a [Sequence],
     plan: &'a Plan<'a>,
     /// Elements of a padded head.
     width: usize,
@@ -269,10 +207,10 @@ fn with_worker(work: impl FnOnce(&mut WorkerScratch)) {
     WORKER.set(Some(worker));
 }
 
-impl<T: Element> Call<'_, T> {
+impl<T: Element> Running<'_, T> {
     fn attend_rows(&self, task: &Task, worker: &mut WorkerScratch) {
         let (rows, width) = (task.kv_heads.len() * task.rows.len(), self.width);
-        let nonpad = self.nonpad_kv_seqlen[task.batch] as usize;
+        let sequence = &self.sequences[task.batch];
         worker.visible.clear();
         let tokens = task
             .rows
@@ -280,7 +218,7 @@ impl<T: Element> Call<'_, T> {
             .map(|row| row / self.geometry.group_size());
         worker
             .visible
-            .extend(tokens.map(|token| self.geometry.visible_keys(token, nonpad)));
+            .extend(tokens.map(|token| self.geometry.visible_keys(token, sequence)));
         grow(&mut worker.scores, rows * TILE);
 
         let mut total = worker.total.state(rows, width);

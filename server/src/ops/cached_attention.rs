@@ -12,23 +12,16 @@
 //! | 10 `q_norm`, 11 `k_norm` | float | `[D]` | optional weights of an RMS norm of each head, before the rotation |
 //!
 //! Outputs: 0 `[B, S, NH·D]`, 1 the updated key cache, 2 the updated value cache (both optional).
-//! Attributes: [`Attributes`]. What a query sees: [`attention::attend`].
+//! Attributes: [`Attributes`]. What a query sees: [`Call::attend`](super::attention::Call::attend).
 //!
 //! **Caches.** Where a caller binds the same memory as a cache and its updated form, new rows are written in place and nothing is copied.
-//! Where not, the valid rows are copied first ([`attention::copy_kept_rows`]); rows behind them are unspecified in the output.
+//! Where not, the valid rows are copied first ([`Call::copy_kept_rows`](super::attention::Call::copy_kept_rows)); rows behind them are unspecified in the output.
 //! Memory that overlaps in any other way is refused.
 
 #[cfg(test)]
 mod tests;
 
-use std::{
-    any::Any,
-    cell::Cell,
-    marker::PhantomData,
-    ops::{Range, RangeInclusive},
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::{marker::PhantomData, ops::RangeInclusive};
 
 use ort::{
     operator::{
@@ -40,10 +33,16 @@ use ort::{
 
 use super::{
     DOMAIN_VERSION,
-    attention::{
-        self, AttentionError, Attributes, Element, Geometry, Inputs, Pool, RotaryLayout, Scratch,
-        TensorShapes,
+    adapter::{
+        AttributeReader,
+        attention::{Cache, read_attributes, run, written},
+        check_apart, contain_panics, infer_like,
     },
+    attention::{
+        Attributes,
+        cached::{Inputs, Shapes},
+    },
+    element::Element,
     tensor::RawTensor,
 };
 
@@ -111,23 +110,18 @@ impl<T: Element + PrimitiveTensorElementType> Operator for CachedAttention<T> {
         &self,
         context: &KernelContext<'attr>,
     ) -> ort::Result<Self::Kernel<'attr>> {
-        let attributes = read_attributes(context)?;
-        attributes.check().map_err(ort::Error::wrap)?;
+        let reader = AttributeReader {
+            operator: NAME,
+            context,
+        };
         Ok(CachedAttentionKernel {
-            attributes,
+            attributes: read_attributes(&reader)?,
             element: PhantomData,
         })
     }
 
     fn infer_shape(&self, context: &mut ShapeInferenceContext) -> ort::Result<()> {
-        // `ort` panics where ONNX Runtime has no type for an input, and a panic must not reach the C caller.
-        let inputs = catch_unwind(AssertUnwindSafe(|| context.inputs())).unwrap_or_default();
-        for (output, input) in [(0, 0), (1, 3), (2, 4)] {
-            if let Some(input) = inputs.get(input) {
-                // Fails for outputs the node does not have, which need no shape.
-                let _ = context.set_output(output, input);
-            }
-        }
+        infer_like(context, &[(0, 0), (1, 3), (2, 4)]);
         Ok(())
     }
 }
@@ -140,12 +134,7 @@ pub struct CachedAttentionKernel<T> {
 
 impl<T: Element + PrimitiveTensorElementType> Kernel for CachedAttentionKernel<T> {
     fn compute(&mut self, context: &ComputeContext) -> ort::Result<()> {
-        catch_unwind(AssertUnwindSafe(|| self.run(context))).unwrap_or_else(|panic| {
-            Err(ort::Error::new(format!(
-                "{NAME} panicked: {}",
-                message_of(&*panic)
-            )))
-        })
+        contain_panics(NAME, || self.run(context))
     }
 }
 
@@ -164,7 +153,7 @@ impl<T: Element + PrimitiveTensorElementType> CachedAttentionKernel<T> {
         let q_norm = RawTensor::<f32>::input(context, 10)?;
         let k_norm = RawTensor::<f32>::input(context, 11)?;
 
-        let shapes = TensorShapes {
+        let shapes = Shapes {
             query: query.shape(),
             key: key.shape(),
             value: value.shape(),
@@ -178,14 +167,18 @@ impl<T: Element + PrimitiveTensorElementType> CachedAttentionKernel<T> {
             q_norm: q_norm.map(|tensor| tensor.shape()),
             k_norm: k_norm.map(|tensor| tensor.shape()),
         };
-        let geometry = Geometry::new(&self.attributes, &shapes).map_err(ort::Error::wrap)?;
+        let geometry = shapes
+            .geometry(&self.attributes)
+            .map_err(ort::Error::wrap)?;
 
         let mut output = RawTensor::<T>::output(context, 0, query.shape())?
             .ok_or_else(|| ort::Error::new("output 0 is missing"))?;
         let updated_keys = RawTensor::<T>::output(context, 1, key_cache.shape())?;
         let updated_values = RawTensor::<T>::output(context, 2, value_cache.shape())?;
 
-        let only_read = [
+        let read = [
+            key_cache.addresses(),
+            value_cache.addresses(),
             query.addresses(),
             key.addresses(),
             value.addresses(),
@@ -197,29 +190,7 @@ impl<T: Element + PrimitiveTensorElementType> CachedAttentionKernel<T> {
             q_norm.map_or(0..0, |tensor| tensor.addresses()),
             k_norm.map_or(0..0, |tensor| tensor.addresses()),
         ];
-        let caches = [
-            ("updated_key_cache", &key_cache, &updated_keys),
-            ("updated_value_cache", &value_cache, &updated_values),
-        ];
-        let mut written = vec![("output", output.addresses())];
-        for (name, _, updated) in caches {
-            written.extend(updated.map(|updated| (name, updated.addresses())));
-        }
-        for (index, (name, memory)) in written.iter().enumerate() {
-            let in_place = |cache: &RawTensor<'_, T>| cache.addresses() == *memory;
-            let overlaps_cache = caches.iter().any(|(updated_name, cache, _)| {
-                overlap(&cache.addresses(), memory) && !(updated_name == name && in_place(cache))
-            });
-            let overlaps_input = only_read.iter().any(|input| overlap(input, memory));
-            let overlaps_output = written[..index]
-                .iter()
-                .any(|(_, other)| overlap(other, memory));
-            if overlaps_cache || overlaps_input || overlaps_output {
-                return Err(ort::Error::new(format!(
-                    "{name} shares memory with another tensor; only a cache and its updated form may be the same memory"
-                )));
-            }
-        }
+        check_apart(&read, &written(&output, [&updated_keys, &updated_values]))?;
 
         // SAFETY: none of these overlaps memory that is written, by the check above.
         let inputs = unsafe {
@@ -236,185 +207,18 @@ impl<T: Element + PrimitiveTensorElementType> CachedAttentionKernel<T> {
                 k_norm: k_norm.map(|tensor| tensor.slice()),
             }
         };
-        let (mut own_keys, mut own_values) = (Vec::new(), Vec::new());
-        // SAFETY: a cache and its updated form are the same memory or apart, and both are apart from everything else, by the check above.
-        let (keys, values) = unsafe {
-            (
-                cache_to_update(&geometry, &inputs, key_cache, updated_keys, &mut own_keys)?,
-                cache_to_update(
-                    &geometry,
-                    &inputs,
-                    value_cache,
-                    updated_values,
-                    &mut own_values,
-                )?,
-            )
-        };
+        let call = inputs.call(&geometry).map_err(ort::Error::wrap)?;
+        let caches = [
+            Cache {
+                given: key_cache,
+                updated: updated_keys,
+            },
+            Cache {
+                given: value_cache,
+                updated: updated_values,
+            },
+        ];
         // SAFETY: apart from everything else, by the check above; every bit pattern is a value of the element types.
-        let output = unsafe { output.slice_mut() };
-
-        let mut scratch = SCRATCH.take().unwrap_or_default();
-        let result = attention::attend(
-            &geometry,
-            &inputs,
-            keys,
-            values,
-            output,
-            &mut scratch,
-            &OrtPool(context),
-        );
-        SCRATCH.set(Some(scratch));
-        result.map_err(ort::Error::wrap)
+        unsafe { run(context, &call, caches, output.slice_mut()) }
     }
-}
-
-thread_local! {
-    /// One for all nodes of all sessions that run on this thread: they run one after the other.
-    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
-}
-
-/// The cache that new rows are written to: in place, or the output with the kept rows copied to it, or `own` where nothing wants the output.
-///
-/// # Safety
-/// `cache` and `updated` are the same memory or do not overlap, and nothing else uses either.
-unsafe fn cache_to_update<'c, T: Element + PrimitiveTensorElementType>(
-    geometry: &Geometry,
-    inputs: &Inputs<'_, T>,
-    cache: RawTensor<'c, T>,
-    updated: Option<RawTensor<'c, T>>,
-    own: &'c mut Vec<T>,
-) -> ort::Result<&'c mut [T]> {
-    let to = match updated {
-        Some(mut updated) => {
-            // SAFETY: every bit pattern is a value of the element types; the caller vouches for the rest.
-            let elements = unsafe { updated.slice_mut() };
-            if updated.addresses() == cache.addresses() {
-                return Ok(elements);
-            }
-            elements
-        }
-        None => {
-            own.resize(
-                geometry.batch * geometry.capacity * geometry.kv_width(),
-                T::default(),
-            );
-            &mut own[..]
-        }
-    };
-    // SAFETY: `to` is other memory, or this function would have returned.
-    attention::copy_kept_rows(geometry, inputs, unsafe { cache.slice() }, to)
-        .map_err(ort::Error::wrap)?;
-    Ok(to)
-}
-
-fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
-    a.start.max(b.start) < a.end.min(b.end)
-}
-
-/// The threads of the session that runs the node.
-struct OrtPool<'a>(&'a ComputeContext);
-
-impl Pool for OrtPool<'_> {
-    fn for_each(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<(), AttentionError> {
-        let panicked = AtomicBool::new(false);
-        let run = |index| {
-            // A panic in a thread of ONNX Runtime would end the process.
-            if catch_unwind(AssertUnwindSafe(|| task(index))).is_err() {
-                panicked.store(true, Ordering::Relaxed);
-            }
-        };
-        self.0
-            .par_for(tasks, 0, run)
-            .map_err(|error| AttentionError::Pool(error.to_string()))?;
-        if panicked.into_inner() {
-            return Err(AttentionError::Pool("a task panicked".to_owned()));
-        }
-        Ok(())
-    }
-}
-
-fn read_attributes(context: &KernelContext<'_>) -> ort::Result<Attributes> {
-    Ok(Attributes {
-        num_heads: count(context, "num_heads", None)?,
-        kv_num_heads: count(context, "kv_num_heads", None)?,
-        is_causal: flag(context, "is_causal", true)?,
-        window: count(context, "window", Some(0))?,
-        rotary_layout: if flag(context, "rotary_interleaved", false)? {
-            RotaryLayout::Interleaved
-        } else {
-            RotaryLayout::HalfSplit
-        },
-        scale: float(context, "scale", 0.0)?,
-        norm_epsilon: float(context, "norm_epsilon", 1e-6)?,
-        softcap: float(context, "softcap", 0.0)?,
-    })
-}
-
-fn integer(context: &KernelContext<'_>, name: &str) -> ort::Result<Option<i64>> {
-    let value = context.get::<i64>(name);
-    // ONNX Runtime does not tell an absent attribute from one of another type.
-    if value.is_none()
-        && (context.get::<f32>(name).is_some() || context.get::<String>(name).is_some())
-    {
-        return Err(ort::Error::new(format!(
-            "attribute {name} of {NAME} is not an integer"
-        )));
-    }
-    Ok(value)
-}
-
-fn count(
-    context: &KernelContext<'_>,
-    name: &'static str,
-    default: Option<usize>,
-) -> ort::Result<usize> {
-    match (integer(context, name)?, default) {
-        (Some(value), _) => usize::try_from(value).map_err(|_| {
-            ort::Error::wrap(AttentionError::Attribute {
-                name,
-                value: value.to_string(),
-                allowed: "0 or above",
-            })
-        }),
-        (None, Some(default)) => Ok(default),
-        (None, None) => Err(ort::Error::new(format!(
-            "attribute {name} of {NAME} is missing"
-        ))),
-    }
-}
-
-fn flag(context: &KernelContext<'_>, name: &'static str, default: bool) -> ort::Result<bool> {
-    match integer(context, name)? {
-        None => Ok(default),
-        Some(0) => Ok(false),
-        Some(1) => Ok(true),
-        Some(value) => Err(ort::Error::wrap(AttentionError::Attribute {
-            name,
-            value: value.to_string(),
-            allowed: "0 or 1",
-        })),
-    }
-}
-
-fn float(context: &KernelContext<'_>, name: &str, default: f32) -> ort::Result<f32> {
-    let value = context.get::<f32>(name);
-    if value.is_none()
-        && (context.get::<i64>(name).is_some() || context.get::<String>(name).is_some())
-    {
-        return Err(ort::Error::new(format!(
-            "attribute {name} of {NAME} is not a float"
-        )));
-    }
-    Ok(value.unwrap_or(default))
-}
-
-/// The text of a panic, without zero bytes: `ort` could not pass those on.
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let message = panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned());
-    message
-        .unwrap_or_else(|| "no message".to_owned())
-        .replace('\0', " ")
 }

@@ -1,6 +1,7 @@
 //! Custom operators for ONNX Runtime, domain `outrider`.
 //!
-//! [`attention`] and [`simd`] are plain computations over slices; [`cached_attention`] and [`tensor`] are the only ones that know ONNX Runtime.
+//! [`attention`] and [`simd`] are plain computations over slices.
+//! [`cached_attention`] and [`block_attention`] make them operators; with [`adapter`] and [`tensor`] they are the only modules here that know ONNX Runtime.
 //! A session gets all operators with `builder.with_operators(ops::domain()?)`.
 
 #![expect(
@@ -8,8 +9,14 @@
     reason = "SIMD intrinsics, slices that tasks write in parallel, and memory that belongs to ONNX Runtime"
 )]
 
+pub mod adapter;
 pub mod attention;
+pub mod block_attention;
 pub mod cached_attention;
+pub mod element;
+pub mod error;
+pub mod pool;
+pub mod shared;
 pub mod simd;
 pub mod tensor;
 #[cfg(test)]
@@ -18,7 +25,7 @@ mod testing;
 use half::{bf16, f16};
 use ort::operator::OperatorDomain;
 
-use self::cached_attention::CachedAttention;
+use self::{block_attention::BlockAttention, cached_attention::CachedAttention};
 
 /// Domain of the operators in a graph.
 pub const DOMAIN: &str = "outrider";
@@ -33,5 +40,8 @@ pub fn domain() -> ort::Result<OperatorDomain> {
     OperatorDomain::new(DOMAIN)?
         .add(CachedAttention::<f32>::new())?
         .add(CachedAttention::<f16>::new())?
-        .add(CachedAttention::<bf16>::new())
+        .add(CachedAttention::<bf16>::new())?
+        .add(BlockAttention::<f32>::new())?
+        .add(BlockAttention::<f16>::new())?
+        .add(BlockAttention::<bf16>::new())
 }

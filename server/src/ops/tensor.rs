@@ -96,6 +96,11 @@ impl<'a, T: PrimitiveTensorElementType> RawTensor<'a, T> {
         self.shape
     }
 
+    /// How many elements it has.
+    pub fn elements(&self) -> usize {
+        self.elements
+    }
+
     /// The addresses of its elements.
     pub fn addresses(&self) -> Range<usize> {
         let start = self.data as usize;

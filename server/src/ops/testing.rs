@@ -1,10 +1,18 @@
 //! What the tests of the operators share: random calls, and the definition of the operator in `f64`.
 
+pub mod block;
 pub mod graph;
+pub mod session;
 
 use proptest::prelude::*;
 
-use super::attention::{Attributes, Element, Geometry, Inputs, RotaryLayout};
+use self::graph::Attribute;
+use super::{
+    attention::{Attributes, Geometry, RotaryLayout, cached::Inputs},
+    element::Element,
+    error::OperatorError,
+    pool::Pool,
+};
 
 /// Numbers that look random and are the same everywhere (SplitMix64).
 #[derive(Clone)]
@@ -147,10 +155,7 @@ impl Setting {
         let norm = |present: bool, numbers: &mut Numbers| {
             present.then(|| numbers.elements(self.head_dim, 1.5))
         };
-        let half = self.rotary_dim / 2;
-        let angles: Vec<f64> = (0..self.capacity * half)
-            .map(|i| (i / half) as f64 * 10_000_f64.powf(-((i % half) as f64) / half as f64))
-            .collect();
+        let [cos, sin] = rotary_tables(self.capacity, self.rotary_dim / 2, 10_000.0);
         let mut tensors = Tensors {
             query: numbers.elements(tokens * geometry.query_width(), 3.0),
             key: numbers.elements(tokens * geometry.kv_width(), 3.0),
@@ -169,8 +174,8 @@ impl Setting {
                 .zip(&self.ahead)
                 .map(|(past, ahead)| (past + self.tokens + ahead) as i64)
                 .collect(),
-            cos: angles.iter().map(|angle| angle.cos() as f32).collect(),
-            sin: angles.iter().map(|angle| angle.sin() as f32).collect(),
+            cos,
+            sin,
             q_norm: norm(self.q_norm, &mut numbers),
             k_norm: norm(self.k_norm, &mut numbers),
         };
@@ -212,47 +217,16 @@ impl Setting {
         let mut output = Vec::new();
         for batch in 0..self.batch {
             let prepare = |elements: &[T], token: usize, norm: &Option<Vec<f32>>| {
-                let mut wide = vec![0.0_f32; head_dim];
-                T::widen(elements, &mut wide);
-                let mut head: Vec<f64> = wide.iter().map(|&element| f64::from(element)).collect();
-                if let Some(weight) = norm {
-                    let square =
-                        head.iter().map(|element| element * element).sum::<f64>() / head_dim as f64;
-                    for (element, &weight) in head.iter_mut().zip(weight) {
-                        *element *= f64::from(weight)
-                            / (square + f64::from(self.attributes.norm_epsilon)).sqrt();
-                    }
-                }
                 let half = self.rotary_dim / 2;
                 let position = tensors.position_ids[batch * self.tokens + token] as usize;
-                for i in 0..half {
-                    let (a, b) = match self.attributes.rotary_layout {
-                        RotaryLayout::HalfSplit => (i, i + half),
-                        RotaryLayout::Interleaved => (2 * i, 2 * i + 1),
-                    };
-                    let (cos, sin) = (
-                        f64::from(tensors.cos[position * half + i]),
-                        f64::from(tensors.sin[position * half + i]),
-                    );
-                    (head[a], head[b]) =
-                        (head[a] * cos - head[b] * sin, head[b] * cos + head[a] * sin);
-                }
-                head
-            };
-            let round = |head: Vec<f64>| {
-                let (mut rounded, mut wide) =
-                    (vec![T::default(); head.len()], vec![0.0_f32; head.len()]);
-                T::narrow(
-                    &head
-                        .iter()
-                        .map(|&element| element as f32)
-                        .collect::<Vec<_>>(),
-                    &mut rounded,
-                );
-                T::widen(&rounded, &mut wide);
-                wide.iter()
-                    .map(|&element| f64::from(element))
-                    .collect::<Vec<f64>>()
+                let angles = position * half..(position + 1) * half;
+                prepared_head(
+                    &self.attributes,
+                    elements,
+                    norm.as_deref(),
+                    &tensors.cos[angles.clone()],
+                    &tensors.sin[angles],
+                )
             };
             let row = |new: &[T], cache: &[T], kv_head: usize, key: usize, is_key: bool| {
                 let new_token = key
@@ -264,22 +238,15 @@ impl Setting {
                             [(batch * self.tokens + token) * kv_width + kv_head * head_dim..]
                             [..head_dim];
                         if is_key {
-                            round(prepare(elements, token, &tensors.k_norm))
+                            rounded::<T>(prepare(elements, token, &tensors.k_norm))
                         } else {
-                            let mut wide = vec![0.0_f32; head_dim];
-                            T::widen(elements, &mut wide);
-                            wide.iter().map(|&element| f64::from(element)).collect()
+                            exact(elements)
                         }
                     }
-                    None => {
-                        let mut wide = vec![0.0_f32; head_dim];
-                        T::widen(
-                            &cache[(batch * self.capacity + key) * kv_width + kv_head * head_dim..]
-                                [..head_dim],
-                            &mut wide,
-                        );
-                        wide.iter().map(|&element| f64::from(element)).collect()
-                    }
+                    None => exact(
+                        &cache[(batch * self.capacity + key) * kv_width + kv_head * head_dim..]
+                            [..head_dim],
+                    ),
                 }
             };
             let cache_of = |new: &[T], cache: &[T], is_key: bool| -> Vec<Vec<Vec<f64>>> {
@@ -301,43 +268,125 @@ impl Setting {
                         + head * head_dim..][..head_dim];
                     let query = prepare(elements, token, &tensors.q_norm);
                     let kv_head = head / geometry.group_size();
-                    let scores: Vec<f64> = self
-                        .seen(batch, token)
-                        .map(|key| {
-                            let score = query
-                                .iter()
-                                .zip(&keys[kv_head][key])
-                                .map(|(q, k)| q * k)
-                                .sum::<f64>()
-                                * f64::from(geometry.scale);
-                            let softcap = f64::from(self.attributes.softcap);
-                            if softcap > 0.0 {
-                                softcap * (score / softcap).tanh()
-                            } else {
-                                score
-                            }
-                        })
-                        .collect();
-                    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                    let weights: Vec<f64> =
-                        scores.iter().map(|score| (score - largest).exp()).collect();
-                    let sum: f64 = weights.iter().sum();
-                    let mut weighted = vec![0.0; head_dim];
-                    for (key, weight) in self.seen(batch, token).zip(&weights) {
-                        for (sum, value) in weighted.iter_mut().zip(&values[kv_head][key]) {
-                            *sum += weight * value;
-                        }
-                    }
-                    // Zeros where no key is seen.
-                    output.extend(
-                        weighted
-                            .iter()
-                            .map(|&element| if sum > 0.0 { element / sum } else { element }),
-                    );
+                    let seen = self.seen(batch, token);
+                    output.extend(attended(
+                        &query,
+                        &keys[kv_head][seen.clone()],
+                        &values[kv_head][seen],
+                        geometry.scale,
+                        self.attributes.softcap,
+                    ));
                 }
             }
         }
         output
+    }
+}
+
+/// A head after norm and rotation, in `f64`.
+pub fn prepared_head<T: Element>(
+    attributes: &Attributes,
+    elements: &[T],
+    norm: Option<&[f32]>,
+    cos: &[f32],
+    sin: &[f32],
+) -> Vec<f64> {
+    let mut head = exact(elements);
+    if let Some(weight) = norm {
+        let square = head.iter().map(|element| element * element).sum::<f64>() / head.len() as f64;
+        for (element, &weight) in head.iter_mut().zip(weight) {
+            *element *= f64::from(weight) / (square + f64::from(attributes.norm_epsilon)).sqrt();
+        }
+    }
+    let half = cos.len();
+    for i in 0..half {
+        let (a, b) = match attributes.rotary_layout {
+            RotaryLayout::HalfSplit => (i, i + half),
+            RotaryLayout::Interleaved => (2 * i, 2 * i + 1),
+        };
+        let (cos, sin) = (f64::from(cos[i]), f64::from(sin[i]));
+        (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[b] * cos + head[a] * sin);
+    }
+    head
+}
+
+/// The elements in `f64`.
+pub fn exact<T: Element>(elements: &[T]) -> Vec<f64> {
+    widened(elements).into_iter().map(f64::from).collect()
+}
+
+/// The numbers as `T` stores them.
+pub fn rounded<T: Element>(numbers: Vec<f64>) -> Vec<f64> {
+    let narrow: Vec<f32> = numbers.iter().map(|&number| number as f32).collect();
+    let mut rounded = vec![T::default(); numbers.len()];
+    T::narrow(&narrow, &mut rounded);
+    exact(&rounded)
+}
+
+/// Attention of one query over the keys it sees, in `f64`; zeros where there are none.
+pub fn attended(
+    query: &[f64],
+    keys: &[Vec<f64>],
+    values: &[Vec<f64>],
+    scale: f32,
+    softcap: f32,
+) -> Vec<f64> {
+    let softcap = f64::from(softcap);
+    let scores: Vec<f64> = keys
+        .iter()
+        .map(|key| {
+            let score = query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>() * f64::from(scale);
+            if softcap > 0.0 {
+                softcap * (score / softcap).tanh()
+            } else {
+                score
+            }
+        })
+        .collect();
+    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    let mut output = vec![0.0; query.len()];
+    for (value, weight) in values.iter().zip(&weights) {
+        for (output, value) in output.iter_mut().zip(value) {
+            *output += weight * value / sum;
+        }
+    }
+    output
+}
+
+/// Cosines and sines, `[positions, half]`.
+pub fn rotary_tables(positions: usize, half: usize, base: f64) -> [Vec<f32>; 2] {
+    let angles: Vec<f64> = (0..positions * half)
+        .map(|i| (i / half) as f64 * base.powf(-((i % half) as f64) / half as f64))
+        .collect();
+    [
+        angles.iter().map(|angle| angle.cos() as f32).collect(),
+        angles.iter().map(|angle| angle.sin() as f32).collect(),
+    ]
+}
+
+/// All tasks on this thread, the last one first: an order no thread pool would use.
+pub struct Backwards;
+
+impl Pool for Backwards {
+    fn for_each(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<(), OperatorError> {
+        (0..tasks).rev().for_each(task);
+        Ok(())
+    }
+}
+
+/// Every task on a thread of its own.
+pub struct Threads;
+
+impl Pool for Threads {
+    fn for_each(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<(), OperatorError> {
+        std::thread::scope(|scope| {
+            for index in 0..tasks {
+                scope.spawn(move || task(index));
+            }
+        });
+        Ok(())
     }
 }
 
@@ -357,6 +406,28 @@ impl<T: Element> Tensors<T> {
             k_norm: self.k_norm.as_deref(),
         }
     }
+}
+
+/// The attributes as a node of an attention operator has them.
+pub fn attention_attributes(attributes: &Attributes) -> Vec<(&'static str, Attribute)> {
+    vec![
+        ("num_heads", Attribute::Int(attributes.num_heads as i64)),
+        (
+            "kv_num_heads",
+            Attribute::Int(attributes.kv_num_heads as i64),
+        ),
+        ("is_causal", Attribute::Int(i64::from(attributes.is_causal))),
+        ("window", Attribute::Int(attributes.window as i64)),
+        (
+            "rotary_interleaved",
+            Attribute::Int(i64::from(
+                attributes.rotary_layout == RotaryLayout::Interleaved,
+            )),
+        ),
+        ("scale", Attribute::Float(attributes.scale)),
+        ("norm_epsilon", Attribute::Float(attributes.norm_epsilon)),
+        ("softcap", Attribute::Float(attributes.softcap)),
+    ]
 }
 
 /// The elements as `f32`.

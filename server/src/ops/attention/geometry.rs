@@ -1,6 +1,12 @@
-//! Attributes and shapes of the operator, and everything that can be wrong with them.
+//! Attributes and sizes of the attention operators, and what can be wrong with them.
 
-use super::{Inputs, padded};
+use std::ops::Range;
+
+use super::{
+    call::{Sequence, within},
+    padded,
+};
+use crate::ops::error::OperatorError;
 
 /// Which elements of a head a rotation pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +17,7 @@ pub enum RotaryLayout {
     Interleaved,
 }
 
-/// Attributes of the operator.
+/// Attributes of an attention operator.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Attributes {
     /// Query heads; a multiple of `kv_num_heads`.
@@ -34,9 +40,9 @@ pub struct Attributes {
 
 impl Attributes {
     /// Checks what can be checked without shapes.
-    pub fn check(&self) -> Result<(), AttentionError> {
+    pub fn check(&self) -> Result<(), OperatorError> {
         let invalid = |name, value: String, allowed| {
-            Err(AttentionError::Attribute {
+            Err(OperatorError::Attribute {
                 name,
                 value,
                 allowed,
@@ -65,39 +71,42 @@ impl Attributes {
     }
 }
 
-/// Shapes of the inputs as they arrive.
+/// Shapes of the inputs that both operators have; what they mean is theirs to say.
 #[derive(Clone, Copy, Debug)]
-pub struct TensorShapes<'a> {
-    /// `[batch, tokens, num_heads · head_dim]`.
+pub(super) struct SharedShapes<'a> {
     pub query: &'a [i64],
-    /// `[batch, tokens, kv_num_heads · head_dim]`.
-    pub key: &'a [i64],
-    /// `[batch, tokens, kv_num_heads · head_dim]`.
-    pub value: &'a [i64],
-    /// `[batch, capacity, kv_num_heads · head_dim]`.
     pub key_cache: &'a [i64],
-    /// `[batch, capacity, kv_num_heads · head_dim]`.
     pub value_cache: &'a [i64],
-    /// `[batch, tokens]`.
-    pub position_ids: &'a [i64],
-    /// `[batch]`.
-    pub write_indices: &'a [i64],
-    /// `[batch]`.
-    pub nonpad_kv_seqlen: &'a [i64],
-    /// `[positions, rotary_dim / 2]`.
     pub cos: &'a [i64],
-    /// `[positions, rotary_dim / 2]`.
     pub sin: &'a [i64],
-    /// `[head_dim]`.
     pub q_norm: Option<&'a [i64]>,
-    /// `[head_dim]`.
     pub k_norm: Option<&'a [i64]>,
+}
+
+/// Checks the shape of an input that other shapes fix.
+pub(super) fn expect(
+    input: &'static str,
+    shape: &[i64],
+    expected: &[i64],
+) -> Result<(), OperatorError> {
+    if shape != expected {
+        return Err(wrong(input, shape, format!("{expected:?}")));
+    }
+    Ok(())
+}
+
+pub(super) fn wrong(input: &'static str, shape: &[i64], expected: String) -> OperatorError {
+    OperatorError::Shape {
+        input,
+        shape: shape.to_vec(),
+        expected,
+    }
 }
 
 /// Sizes of one call, checked against each other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Geometry {
-    /// Attributes of the operator.
+    /// Attributes of an attention operator.
     pub attributes: Attributes,
     /// Sequences.
     pub batch: usize,
@@ -116,14 +125,12 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Reads the sizes from the shapes and checks that all shapes agree with them.
-    pub fn new(attributes: &Attributes, shapes: &TensorShapes<'_>) -> Result<Self, AttentionError> {
+    /// Reads the sizes from the shapes and checks that these shapes agree with them.
+    pub(super) fn new(
+        attributes: &Attributes,
+        shapes: &SharedShapes<'_>,
+    ) -> Result<Self, OperatorError> {
         attributes.check()?;
-        let wrong = |input, shape: &[i64], expected: String| AttentionError::Shape {
-            input,
-            shape: shape.to_vec(),
-            expected,
-        };
         let (heads, kv_heads) = (attributes.num_heads as i64, attributes.kv_num_heads as i64);
         let &[batch, tokens, query_width] = shapes.query else {
             return Err(wrong(
@@ -155,13 +162,6 @@ impl Geometry {
                 "[positions, rotary_dim / 2]".to_owned(),
             ));
         };
-        if tokens > capacity {
-            return Err(wrong(
-                "query",
-                shapes.query,
-                format!("at most {capacity} tokens, as many as a cache has rows"),
-            ));
-        }
         if positions == 0 && half_rotary > 0 {
             return Err(wrong("cos", shapes.cos, "at least 1 row".to_owned()));
         }
@@ -172,28 +172,15 @@ impl Geometry {
                 format!("at most head_dim / 2 = {} columns", head_dim / 2),
             ));
         }
-        let check = |input, shape: Option<&[i64]>, expected: &[i64]| match shape {
-            Some(shape) if shape != expected => Err(wrong(input, shape, format!("{expected:?}"))),
-            _ => Ok(()),
-        };
-        check("key", Some(shapes.key), &[batch, tokens, kv_width])?;
-        check("value", Some(shapes.value), &[batch, tokens, kv_width])?;
-        check(
-            "key_cache",
-            Some(shapes.key_cache),
-            &[batch, capacity, kv_width],
-        )?;
-        check(
-            "value_cache",
-            Some(shapes.value_cache),
-            &[batch, capacity, kv_width],
-        )?;
-        check("position_ids", Some(shapes.position_ids), &[batch, tokens])?;
-        check("write_indices", Some(shapes.write_indices), &[batch])?;
-        check("nonpad_kv_seqlen", Some(shapes.nonpad_kv_seqlen), &[batch])?;
-        check("sin", Some(shapes.sin), &[positions, half_rotary])?;
-        check("q_norm", shapes.q_norm, &[head_dim])?;
-        check("k_norm", shapes.k_norm, &[head_dim])?;
+        let cache = [batch, capacity, kv_width];
+        expect("key_cache", shapes.key_cache, &cache)?;
+        expect("value_cache", shapes.value_cache, &cache)?;
+        expect("sin", shapes.sin, &[positions, half_rotary])?;
+        for (input, norm) in [("q_norm", shapes.q_norm), ("k_norm", shapes.k_norm)] {
+            if let Some(norm) = norm {
+                expect(input, norm, &[head_dim])?;
+            }
+        }
         // Dimensions of existing tensors are never negative, so none of these casts loses anything.
         let head_dim = head_dim as usize;
         Ok(Self {
@@ -242,52 +229,27 @@ impl Geometry {
         padded(self.head_dim)
     }
 
-    /// Checks the integer inputs against the cache and the rotary tables.
-    pub fn check_values<T>(&self, inputs: &Inputs<'_, T>) -> Result<(), AttentionError> {
-        let outside = |input, index, value, least, most| AttentionError::Value {
-            input,
-            index,
-            value,
-            least,
-            most,
-        };
-        let last_write = self.capacity as i64 - self.tokens as i64;
-        for (index, &value) in inputs.write_indices.iter().enumerate() {
-            if value < 0 || value > last_write {
-                return Err(outside("write_indices", index, value, 0, last_write));
-            }
+    /// Checks one position against the rotary tables.
+    pub(super) fn check_position(
+        &self,
+        input: &'static str,
+        index: usize,
+        position: i64,
+    ) -> Result<(), OperatorError> {
+        // Without rotary dimensions the tables are empty and positions mean nothing.
+        if self.rotary_dim == 0 {
+            return Ok(());
         }
-        for (index, &value) in inputs.nonpad_kv_seqlen.iter().enumerate() {
-            if value < 0 || value > self.capacity as i64 {
-                return Err(outside(
-                    "nonpad_kv_seqlen",
-                    index,
-                    value,
-                    0,
-                    self.capacity as i64,
-                ));
-            }
-        }
-        if self.rotary_dim > 0 {
-            for (index, &value) in inputs.position_ids.iter().enumerate() {
-                if value < 0 || value >= self.positions as i64 {
-                    return Err(outside(
-                        "position_ids",
-                        index,
-                        value,
-                        0,
-                        self.positions as i64 - 1,
-                    ));
-                }
-            }
-        }
-        Ok(())
+        within(input, index, position, self.positions as i64 - 1)
     }
 
-    /// Cache rows the query of new token `token` sees when `nonpad` rows are valid.
-    pub(super) fn visible_keys(&self, token: usize, nonpad: usize) -> std::ops::Range<usize> {
-        let place = token as i64 + nonpad as i64 - self.tokens as i64;
-        let (mut first, mut end) = (0, nonpad as i64);
+    /// Cache rows that query `token` of a sequence sees.
+    pub(super) fn visible_keys(&self, token: usize, sequence: &Sequence) -> Range<usize> {
+        if token >= sequence.queries {
+            return 0..0;
+        }
+        let place = sequence.first_place + token as i64;
+        let (mut first, mut end) = (0, sequence.keys as i64);
         if self.attributes.is_causal {
             end = end.min(place + 1);
         }
@@ -302,46 +264,4 @@ impl Geometry {
             0..0
         }
     }
-}
-
-/// What is wrong with a call.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum AttentionError {
-    /// An attribute of the node.
-    #[error("attribute {name} is {value}; allowed is {allowed}")]
-    Attribute {
-        /// Name of the attribute.
-        name: &'static str,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        allowed: &'static str,
-    },
-    /// A shape that does not agree with the others.
-    #[error("input {input} has shape {shape:?}; expected is {expected}")]
-    Shape {
-        /// Name of the input.
-        input: &'static str,
-        /// Its shape.
-        shape: Vec<i64>,
-        /// What the other shapes and the attributes ask for.
-        expected: String,
-    },
-    /// An integer outside its limits.
-    #[error("input {input}[{index}] is {value}; allowed is {least} to {most}")]
-    Value {
-        /// Name of the input.
-        input: &'static str,
-        /// Index of the element, row-major.
-        index: usize,
-        /// Its value.
-        value: i64,
-        /// Smallest value allowed.
-        least: i64,
-        /// Largest value allowed.
-        most: i64,
-    },
-    /// The tasks of a call could not be run to their end.
-    #[error("the thread pool failed: {0}")]
-    Pool(String),
 }

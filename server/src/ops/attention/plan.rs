@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{AttentionError, Geometry, Pool, tile::TILE};
+use super::{Geometry, call::Sequence, tile::TILE};
+use crate::ops::{error::OperatorError, pool::Pool};
 
 /// Keys of a split. Splits begin at multiples of it, counted from the first row of the cache; a row's softmax starts anew in each.
 pub const SPLIT: usize = 4 * TILE;
@@ -37,7 +38,7 @@ pub struct Task {
 /// The cut of one call.
 #[derive(Debug)]
 pub struct Plan<'a> {
-    nonpad_kv_seqlen: &'a [i64],
+    sequences: &'a [Sequence],
     kv_heads: usize,
     heads_per_task: usize,
     /// Rows of one sequence and kv head.
@@ -52,8 +53,8 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Cuts a call with these valid lengths for so many cores.
-    pub fn new(geometry: &Geometry, nonpad_kv_seqlen: &'a [i64], cores: usize) -> Self {
+    /// Cuts a call with these sequences for so many cores.
+    pub fn new(geometry: &Geometry, sequences: &'a [Sequence], cores: usize) -> Self {
         let rows = geometry.tokens * geometry.group_size();
         // Equal groups, in whole blocks of four rows.
         let rows_per_group = rows
@@ -61,13 +62,13 @@ impl<'a> Plan<'a> {
             .next_multiple_of(4)
             .min(rows);
         let groups_per_head = rows.div_ceil(rows_per_group);
-        let splits = nonpad_kv_seqlen
+        let splits = sequences
             .iter()
-            .map(|&keys| splits_of(keys))
+            .map(|sequence| splits_of(sequence.keys))
             .max()
             .unwrap_or(0)
             .max(1);
-        let keys: usize = nonpad_kv_seqlen.iter().map(|&keys| keys as usize).sum();
+        let keys: usize = sequences.iter().map(|sequence| sequence.keys).sum();
         let serial = keys * rows * geometry.kv_width() <= SERIAL_WORK;
 
         let kv_heads = geometry.kv_num_heads();
@@ -95,7 +96,7 @@ impl<'a> Plan<'a> {
             .filter(|_| few_rows)
             .unwrap_or(1);
         Self {
-            nonpad_kv_seqlen,
+            sequences,
             kv_heads,
             heads_per_task,
             rows,
@@ -120,7 +121,7 @@ impl<'a> Plan<'a> {
 
     /// Splits of one sequence.
     pub fn splits_of(&self, batch: usize) -> usize {
-        splits_of(self.nonpad_kv_seqlen[batch])
+        splits_of(self.sequences[batch].keys)
     }
 
     /// Groups of rows in the call.
@@ -188,7 +189,7 @@ impl<'a> Plan<'a> {
         tasks: usize,
         pool: &impl Pool,
         task: &(dyn Fn(usize) + Sync),
-    ) -> Result<(), AttentionError> {
+    ) -> Result<(), OperatorError> {
         if self.serial || tasks == 1 {
             (0..tasks).for_each(task);
             return Ok(());
@@ -197,8 +198,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-fn splits_of(keys: i64) -> usize {
-    (keys as usize).div_ceil(SPLIT)
+fn splits_of(keys: usize) -> usize {
+    keys.div_ceil(SPLIT)
 }
 
 #[cfg(test)]
@@ -214,8 +215,9 @@ mod tests {
         #[test]
         fn every_row_of_every_head_belongs_to_one_task_per_split(setting in settings(1500), cores in prop_oneof![1..5_usize, Just(64)]) {
             let geometry = setting.geometry();
-            let nonpad: Vec<i64> = setting.past.iter().zip(&setting.ahead).map(|(past, ahead)| (past + setting.tokens + ahead) as i64).collect();
-            let plan = Plan::new(&geometry, &nonpad, cores);
+            let tensors = setting.tensors::<f32>();
+            let sequences = tensors.inputs().call(&geometry).expect("a call").sequences;
+            let plan = Plan::new(&geometry, &sequences, cores);
             let width = geometry.padded_head_dim();
             let (mut seen, mut partials) = (HashSet::new(), HashSet::new());
             for number in 0..plan.tasks() {
@@ -236,10 +238,10 @@ mod tests {
                     }
                 }
             }
-            for (batch, &keys) in nonpad.iter().enumerate() {
+            for (batch, sequence) in sequences.iter().enumerate() {
                 for kv_head in 0..geometry.kv_num_heads() {
                     for row in 0..setting.tokens * geometry.group_size() {
-                        for split in 0..splits_of(keys) {
+                        for split in 0..splits_of(sequence.keys) {
                             prop_assert!(seen.contains(&(batch, kv_head, row, split)), "a row is in no task");
                         }
                     }

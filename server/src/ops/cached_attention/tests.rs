@@ -2,54 +2,27 @@
 
 use half::{bf16, f16};
 use ort::{
-    environment::Environment,
     memory::Allocator,
-    session::{Session, SessionInputValue, builder::GraphOptimizationLevel},
+    session::{Session, SessionInputValue},
     value::Tensor,
 };
 use outrider_bundle::onnx::DataType;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{
-    model::runtime,
-    ops::{
-        DOMAIN,
-        testing::{
-            Setting, Tensors, bits,
-            graph::{Attribute, Graph},
-            relative_error, settings,
-        },
+use crate::ops::{
+    DOMAIN,
+    attention::RotaryLayout,
+    testing::{
+        Setting, Tensors, attention_attributes, bits,
+        graph::{Attribute, Graph},
+        relative_error,
+        session::{Feeds, data_type, session, try_session, value},
+        settings,
     },
 };
 
 const CACHES: [&str; 2] = ["key_cache", "value_cache"];
-
-/// Everything of `ort` needs the library to be loaded, tensors as well.
-fn environment() -> &'static Environment {
-    runtime::environment(&runtime::library_for_tests()).unwrap()
-}
-
-fn try_session(model: &[u8], threads: usize) -> ort::Result<Session> {
-    Session::builder(environment())?
-        .with_operators(crate::ops::domain()?)?
-        .with_optimization_level(GraphOptimizationLevel::All)?
-        .with_intra_threads(threads)?
-        .commit_from_memory(model)
-}
-
-fn session(model: &[u8], threads: usize) -> Session {
-    try_session(model, threads).unwrap()
-}
-
-fn data_type<T: PrimitiveTensorElementType>() -> DataType {
-    match T::into_tensor_element_type() {
-        TensorElementType::Float32 => DataType::Float,
-        TensorElementType::Float16 => DataType::Float16,
-        TensorElementType::Bfloat16 => DataType::Bfloat16,
-        other => panic!("no operator for {other:?}"),
-    }
-}
 
 fn graph_with_inputs(element: DataType, norms: &[&str]) -> Graph {
     let mut graph = Graph::default();
@@ -67,27 +40,6 @@ fn graph_with_inputs(element: DataType, norms: &[&str]) -> Graph {
         graph.input(norm, DataType::Float, &["D"]);
     }
     graph
-}
-
-fn native_attributes(attributes: &Attributes) -> Vec<(&'static str, Attribute)> {
-    vec![
-        ("num_heads", Attribute::Int(attributes.num_heads as i64)),
-        (
-            "kv_num_heads",
-            Attribute::Int(attributes.kv_num_heads as i64),
-        ),
-        ("is_causal", Attribute::Int(i64::from(attributes.is_causal))),
-        ("window", Attribute::Int(attributes.window as i64)),
-        (
-            "rotary_interleaved",
-            Attribute::Int(i64::from(
-                attributes.rotary_layout == RotaryLayout::Interleaved,
-            )),
-        ),
-        ("scale", Attribute::Float(attributes.scale)),
-        ("norm_epsilon", Attribute::Float(attributes.norm_epsilon)),
-        ("softcap", Attribute::Float(attributes.softcap)),
-    ]
 }
 
 const INPUTS: [&str; 10] = [
@@ -122,7 +74,7 @@ fn native(element: DataType, setting: &Setting) -> Vec<u8> {
         NAME,
         &inputs,
         &outputs,
-        &native_attributes(&setting.attributes),
+        &attention_attributes(&setting.attributes),
     );
     graph.output("output", element, &["B", "S", "Q"]);
     graph.output("updated_key_cache", element, &["B", "MAX", "KV"]);
@@ -191,18 +143,6 @@ fn portable(setting: &Setting) -> Vec<u8> {
     graph.node("", "Attention", &inputs, &["output"], &attention);
     graph.output("output", DataType::Float, &["B", "S", "Q"]);
     graph.model()
-}
-
-type Feeds = Vec<(&'static str, SessionInputValue<'static>)>;
-
-fn value<T: PrimitiveTensorElementType + Clone + std::fmt::Debug + 'static>(
-    shape: &[usize],
-    elements: &[T],
-) -> SessionInputValue<'static> {
-    environment();
-    Tensor::from_array((shape.to_vec(), elements.to_vec()))
-        .unwrap()
-        .into()
 }
 
 fn feeds<T: Element + PrimitiveTensorElementType + std::fmt::Debug>(
@@ -681,7 +621,7 @@ fn a_node_may_leave_out_the_updated_caches() {
             NAME,
             &INPUTS,
             outputs,
-            &native_attributes(&setting.attributes),
+            &attention_attributes(&setting.attributes),
         );
         graph.output("output", DataType::Float, &["B", "S", "Q"]);
         let mut session = session(&graph.model(), 1);
@@ -715,7 +655,7 @@ fn caches_may_be_inner_values_of_a_graph() {
         NAME,
         &inputs,
         &["output", "inner_updated", ""],
-        &native_attributes(&setting.attributes),
+        &attention_attributes(&setting.attributes),
     );
     graph.node("", "Neg", &["inner_updated"], &["negated_update"], &[]);
     graph.output("output", DataType::Float, &["B", "S", "Q"]);
@@ -793,22 +733,5 @@ fn bad_attributes_are_refused_when_the_model_is_loaded() {
     check(
         with("softcap", Attribute::Float(f32::INFINITY)),
         "attribute softcap is inf; allowed is a finite number, 0 or above",
-    );
-}
-
-#[test]
-fn a_panic_becomes_an_error_of_the_run() {
-    let message = |panic: Box<dyn Any + Send>| message_of(&*panic);
-    assert_eq!(
-        message(catch_unwind(|| panic!("out of {}\0", "range")).unwrap_err()),
-        "out of range "
-    );
-    assert_eq!(
-        message(catch_unwind(|| panic!("plain")).unwrap_err()),
-        "plain"
-    );
-    assert_eq!(
-        message(catch_unwind(|| std::panic::panic_any(7)).unwrap_err()),
-        "no message"
     );
 }

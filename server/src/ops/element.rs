@@ -1,8 +1,8 @@
-//! Element types of queries, keys, values and caches.
+//! Element types of activations, caches and weights.
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
-/// A type that queries, keys, values and caches can have; all arithmetic on them is `f32`.
+/// A type that the tensors of an operator can have; all arithmetic on them is `f32`.
 pub trait Element: Copy + Send + Sync + Default + 'static {
     /// Converts `from` to `f32`; exact. Both have the same length.
     fn widen(from: &[Self], to: &mut [f32]);
