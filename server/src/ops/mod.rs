@@ -1,7 +1,8 @@
 //! Custom operators for ONNX Runtime, domain `outrider`.
 //!
-//! [`attention`] and [`simd`] are plain computations over slices.
-//! [`cached_attention`] and [`block_attention`] make them operators; with [`adapter`] and [`tensor`] they are the only modules here that know ONNX Runtime.
+//! [`attention`], [`convolution`], [`selector`] and [`simd`] are plain computations over slices.
+//! [`cached_attention`], [`block_attention`], [`grouped_dynamic_conv`] and [`path_selector`] make them operators; with [`adapter`] and [`tensor`] they are the
+//! only modules here that know ONNX Runtime.
 //! A session gets all operators with `builder.with_operators(ops::domain()?)`.
 
 #![expect(
@@ -13,9 +14,13 @@ pub mod adapter;
 pub mod attention;
 pub mod block_attention;
 pub mod cached_attention;
+pub mod convolution;
 pub mod element;
 pub mod error;
+pub mod grouped_dynamic_conv;
+pub mod path_selector;
 pub mod pool;
+pub mod selector;
 pub mod shared;
 pub mod simd;
 pub mod tensor;
@@ -25,7 +30,10 @@ mod testing;
 use half::{bf16, f16};
 use ort::operator::OperatorDomain;
 
-use self::{block_attention::BlockAttention, cached_attention::CachedAttention};
+use self::{
+    block_attention::BlockAttention, cached_attention::CachedAttention,
+    grouped_dynamic_conv::GroupedDynamicConv, path_selector::PathSelector,
+};
 
 /// Domain of the operators in a graph.
 pub const DOMAIN: &str = "outrider";
@@ -43,5 +51,11 @@ pub fn domain() -> ort::Result<OperatorDomain> {
         .add(CachedAttention::<bf16>::new())?
         .add(BlockAttention::<f32>::new())?
         .add(BlockAttention::<f16>::new())?
-        .add(BlockAttention::<bf16>::new())
+        .add(BlockAttention::<bf16>::new())?
+        .add(GroupedDynamicConv::<f32>::new())?
+        .add(GroupedDynamicConv::<f16>::new())?
+        .add(GroupedDynamicConv::<bf16>::new())?
+        .add(PathSelector::<f32>::new())?
+        .add(PathSelector::<f16>::new())?
+        .add(PathSelector::<bf16>::new())
 }

@@ -1,6 +1,7 @@
 //! What the tests of the operators share: random calls, and the definition of the operator in `f64`.
 
 pub mod block;
+pub mod draft;
 pub mod graph;
 pub mod session;
 
