@@ -1,8 +1,10 @@
 //! The target model below the server: real graphs in real ONNX Runtime sessions, without HTTP and without the engine.
 
 mod goldens;
+mod pair;
 mod probe;
 mod tiny;
+mod traces;
 
 use outrider_server::model::{ExecutionProvider, SessionOptions, TargetOptions, runtime};
 
