@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::contract::{FactError, check_draft, check_external_files, check_target};
+use crate::contract::draft::check_draft;
+use crate::contract::{FactError, check_external_files, check_target};
 use crate::digest::hash_file;
 use crate::facts::{GraphError, GraphFacts};
 use crate::manifest::{FILE_NAME, FileEntry, Manifest, ManifestError, list};
