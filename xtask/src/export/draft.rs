@@ -1,6 +1,6 @@
 //! The block drafter as a graph: taps of newly accepted positions and a block of mask tokens in, proposed token ids out.
 //!
-//! Inputs and outputs are those of the draft contract in `outrider_bundle::contract`. The arithmetic is that of DFlash (arXiv 2602.06036) and DFlash 2.
+//! Inputs and outputs are those of the draft contract in `outrider_bundle::contract::draft`. The arithmetic is that of DFlash (arXiv 2602.06036) and DFlash 2.
 //!
 //! A graph has one of two forms. The native one calls the server's operators for attention, convolutions and the choice of a path. The portable one is made
 //! of standard operators only and says in them what the native ones have to compute; it knows no noise, so it always takes the greedy path, and it writes

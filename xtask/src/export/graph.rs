@@ -307,7 +307,7 @@ pub fn ints(name: &str, values: &[i64]) -> AttributeProto {
 }
 
 /// A graph attribute.
-pub fn graph(name: &str, value: GraphProto) -> AttributeProto {
+pub fn subgraph(name: &str, value: GraphProto) -> AttributeProto {
     AttributeProto {
         name: name.to_owned(),
         r#type: AttributeType::Graph.into(),

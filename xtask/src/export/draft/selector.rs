@@ -5,17 +5,17 @@
 
 use anyhow::Result;
 use outrider_bundle::manifest::Attention;
-use outrider_bundle::onnx::DataType;
+use outrider_bundle::onnx::{DataType, GraphProto};
 
 use super::{BATCH, Drafter, SLOT_ROWS, SLOTS};
 use crate::checkpoint::Dflash2;
-use crate::export::graph::{Call, Dim, OUTRIDER, graph, int, ints};
+use crate::export::graph::{Call, Dim, GraphBuilder, OUTRIDER, int, ints, subgraph, to};
 use crate::export::linear::{Linear, Reads};
 
 const PREDECESSORS: &str = "candidate_selector.predecessor_codebook";
 const SUCCESSORS: &str = "candidate_selector.successor_codebook";
 const COLUMN_TOKENS: &str = "column_token_ids";
-/// Names of the result.
+/// Name of the result.
 const IDS: &str = "draft_ids";
 
 impl Drafter<'_> {
@@ -130,10 +130,10 @@ impl Drafter<'_> {
         let top_k = self.facts.top_k;
         let element = self.exporter.element;
         let hidden = (self.exporter).cast("selector.cast", hidden, [element, DataType::Float]);
-        let graph_builder = &mut self.exporter.graph;
-        let count = graph_builder.ints(&[top_k as i64]);
+        let graph = &mut self.exporter.graph;
+        let count = graph.ints(&[top_k as i64]);
         let (values, columns) = ("candidates.values", "candidates.columns");
-        graph_builder.call(Call {
+        graph.call(Call {
             domain: "",
             op_type: "TopK",
             inputs: &[logits, &count],
@@ -150,31 +150,31 @@ impl Drafter<'_> {
         let least = self
             .exporter
             .fp32_value("candidates.least", f32::NEG_INFINITY);
-        let graph_builder = &mut self.exporter.graph;
+        let graph = &mut self.exporter.graph;
         // The request may ask for fewer candidates than the graph has.
-        let (zero, one) = (graph_builder.int(0), graph_builder.int(1));
-        let all = graph_builder.int(top_k as i64);
-        let index = graph_builder.node("candidates.index", "Range", &[&zero, &all, &one], vec![]);
-        let taken = graph_builder.node(
+        let (zero, one) = (graph.int(0), graph.int(1));
+        let all = graph.int(top_k as i64);
+        let index = graph.node("candidates.index", "Range", &[&zero, &all, &one], vec![]);
+        let taken = graph.node(
             "candidates.taken",
             "Less",
             &[&index, "candidate_topk"],
             vec![],
         );
-        let scores = graph_builder.node(
+        let scores = graph.node(
             "candidates.scores",
             "Where",
             &[&taken, values, &least],
             vec![],
         );
-        let (first, second) = (graph_builder.ints(&[0]), graph_builder.ints(&[1]));
-        let anchor = graph_builder.node(
+        let (first, second) = (graph.ints(&[0]), graph.ints(&[1]));
+        let anchor = graph.node(
             "anchor_column",
             "Slice",
             &["block_ids", &first, &second, &second],
             vec![],
         );
-        let anchor = graph_builder.node("anchor", "Squeeze", &[&anchor, &second], vec![]);
+        let anchor = graph.node("anchor", "Squeeze", &[&anchor, &second], vec![]);
 
         let body = self.step(top_k);
         self.exporter.graph.call(Call {
@@ -183,7 +183,7 @@ impl Drafter<'_> {
             inputs: &[&anchor, &candidates, &scores, &hidden],
             outputs: &["walk.last", "walk.tokens", "walk.slots", "walk.scores"],
             attributes: vec![
-                graph("body", body),
+                subgraph("body", body),
                 int("num_scan_inputs", 3),
                 ints("scan_input_axes", &[1, 1, 1]),
                 ints("scan_output_axes", &[1, 1, 1]),
@@ -200,7 +200,7 @@ impl Drafter<'_> {
     }
 
     /// The body of the walk: one slot, given the token before it.
-    fn step(&mut self, top_k: usize) -> outrider_bundle::onnx::GraphProto {
+    fn step(&mut self, top_k: usize) -> GraphProto {
         let rank = self
             .config
             .dflash2
@@ -209,17 +209,12 @@ impl Drafter<'_> {
         let element = self.exporter.element;
         let (candidates, rank) = ([BATCH, Dim::Fixed(top_k)], [BATCH, Dim::Fixed(rank)]);
         let last = self.exporter.graph.ints(&[-1]);
-        let cast = |graph: &mut crate::export::graph::GraphBuilder, name: &str| {
+        let cast = |graph: &mut GraphBuilder, name: &str| {
             if element == float {
                 return name.to_owned();
             }
             let cast = format!("{name}.cast");
-            graph.node(
-                &cast,
-                "Cast",
-                &[name],
-                vec![crate::export::graph::to(float)],
-            )
+            graph.node(&cast, "Cast", &[name], vec![to(float)])
         };
         self.exporter.graph.body(
             "step",
@@ -307,7 +302,7 @@ impl Drafter<'_> {
             "finite.broken_ints",
             "Cast",
             &[&broken],
-            vec![crate::export::graph::to(DataType::Int64)],
+            vec![to(DataType::Int64)],
         );
         let broken = graph.node("finite.broken_so_far", "CumSum", &[&broken, &one], vec![]);
         let broken = graph.node("finite.dropped", "Greater", &[&broken, &zero], vec![]);

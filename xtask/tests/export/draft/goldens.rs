@@ -113,10 +113,20 @@ fn differences(
 
 /// Every difference from the recorded passes, each pass alone.
 pub fn all_differences(graph: &mut Graph, cases: &Cases) -> Vec<String> {
+    all_differences_of(graph, cases, |_| {})
+}
+
+/// As [`all_differences`], after a change of what is fed.
+pub fn all_differences_of(
+    graph: &mut Graph,
+    cases: &Cases,
+    change: impl Fn(&mut Slot),
+) -> Vec<String> {
     let mask = graph.facts.mask_token_id.into();
     let mut found = Vec::new();
     for case in cases.passes() {
-        let slot = slot_of(cases, &case, mask);
+        let mut slot = slot_of(cases, &case, mask);
+        change(&mut slot);
         let outputs = graph.run(std::slice::from_ref(&slot));
         found.extend(differences(cases, &case, graph, &outputs, 0, &slot));
     }

@@ -5,3 +5,4 @@ mod goldens;
 mod pairs;
 mod support;
 mod variants;
+mod whole_loop;

@@ -1,13 +1,17 @@
 //! Golden drafts, and exported graphs that are run directly.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
+use half::f16;
 use ort::session::{Session, SessionInputValue};
 use ort::value::{DynValue, Tensor};
 use outrider_bundle::manifest::{Attention, DraftFacts, Precision};
+use outrider_bundle::onnx::ModelProto;
 use outrider_server::model::runtime;
 use outrider_server::ops;
+use prost::Message;
 use safetensors::{Dtype, SafeTensors};
 use tempfile::TempDir;
 use xtask::checkpoint::{DraftCheckpoint, Weights, open_draft};
@@ -22,7 +26,7 @@ pub const DRAFTS: [&str; 4] = [
 ];
 
 /// The forms that are held to the goldens.
-pub const FORMS: [Attention; 1] = [Attention::Portable];
+pub const FORMS: [Attention; 2] = [Attention::Portable, Attention::Native];
 
 /// Directory of a golden draft.
 pub fn draft_dir(name: &str) -> PathBuf {
@@ -72,7 +76,7 @@ pub struct Cases {
 impl Cases {
     /// Reads those of a golden draft.
     pub fn of(name: &str) -> Self {
-        let bytes = std::fs::read(draft_dir(name).join("cases.safetensors")).unwrap();
+        let bytes = fs::read(draft_dir(name).join("cases.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let (mut floats, mut ints) = (BTreeMap::new(), BTreeMap::new());
         for (name, view) in file.iter() {
@@ -184,7 +188,7 @@ pub struct Graph {
 }
 
 /// Rows of each slot's cache.
-pub const MAX: usize = 80;
+pub const MAX: usize = 128;
 
 /// What a pass gave.
 pub struct Outputs {
@@ -202,9 +206,24 @@ impl Graph {
         options: &DraftOptions,
         slots: usize,
     ) -> Self {
+        Self::load_changed(checkpoint, ends, options, slots, |_| {})
+    }
+
+    /// As [`Graph::load`], after a change of the graph file.
+    pub fn load_changed(
+        checkpoint: &DraftCheckpoint,
+        ends: &dyn Weights,
+        options: &DraftOptions,
+        slots: usize,
+        change: impl FnOnce(&mut ModelProto),
+    ) -> Self {
         let dir = TempDir::new().unwrap();
         let ends = SharedEnds::alone(&checkpoint.config, ends, options.precision);
         let facts = write_draft_graph(checkpoint, &ends, options, dir.path()).unwrap();
+        let file = dir.path().join(&facts.graph);
+        let mut model = ModelProto::decode(&fs::read(&file).unwrap()[..]).unwrap();
+        change(&mut model);
+        fs::write(&file, model.encode_to_vec()).unwrap();
         Self::open(dir.path(), facts, checkpoint.config.tap_size(), slots)
     }
 
@@ -286,7 +305,14 @@ impl Graph {
         let width = self.facts.kv_heads * self.facts.head_dim;
         for (layer, caches) in self.caches.iter().enumerate() {
             for (side, cache) in ["key", "value"].iter().zip(caches) {
-                let cache = floats(vec![batch, MAX, width], cache.clone());
+                let shape = vec![batch, MAX, width];
+                let cache = match self.facts.kv_dtype.as_str() {
+                    "float16" => {
+                        let halves: Vec<f16> = cache.iter().copied().map(f16::from_f32).collect();
+                        Tensor::from_array((shape, halves)).unwrap().into_dyn()
+                    }
+                    _ => floats(shape, cache.clone()),
+                };
                 inputs.push((format!("{side}_cache.{layer}"), cache));
             }
         }
@@ -301,12 +327,16 @@ impl Graph {
         };
         for (name, value) in results.iter() {
             let shape = |shape: &[i64]| shape.iter().map(|&size| size as usize).collect();
+            let mut insert = |dims: &[i64], values: Vec<f32>| {
+                let shape = shape(dims);
+                outputs
+                    .floats
+                    .insert(name.to_owned(), Array { shape, values });
+            };
             if let Ok((dims, values)) = value.try_extract_tensor::<f32>() {
-                let array = Array {
-                    shape: shape(dims),
-                    values: values.to_vec(),
-                };
-                outputs.floats.insert(name.to_owned(), array);
+                insert(dims, values.to_vec());
+            } else if let Ok((dims, values)) = value.try_extract_tensor::<f16>() {
+                insert(dims, values.iter().map(|value| value.to_f32()).collect());
             } else {
                 let (dims, values) = value.try_extract_tensor::<i64>().unwrap();
                 let array = Array {

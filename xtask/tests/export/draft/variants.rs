@@ -1,9 +1,8 @@
 //! Mistakes that an exporter can make, each made on purpose: every one must show in the goldens.
 
-use outrider_bundle::manifest::Attention;
 use xtask::checkpoint::{DraftCheckpoint, DraftConfig, Weights};
 
-use super::goldens::all_differences;
+use super::goldens::{all_differences, all_differences_of};
 use super::support::*;
 
 /// The weights of a draft with some of them changed.
@@ -216,17 +215,60 @@ fn mistakes() -> Vec<(&'static str, &'static [&'static str], Mistake)> {
 
 #[test]
 fn every_known_mistake_shows_in_the_goldens() {
-    for (what, names, mistake) in mistakes() {
-        for name in names {
-            let (mut checkpoint, cases) = (draft(name), Cases::of(name));
-            mistake(&mut checkpoint);
-            let options = options(Attention::Portable, true);
-            let mut graph = Graph::load(&checkpoint, &cases, &options, 1);
-            let found = all_differences(&mut graph, &cases);
+    for form in FORMS {
+        for (what, names, mistake) in mistakes() {
+            for name in names {
+                let (mut checkpoint, cases) = (draft(name), Cases::of(name));
+                mistake(&mut checkpoint);
+                let mut graph = Graph::load(&checkpoint, &cases, &options(form, true), 1);
+                let found = all_differences(&mut graph, &cases);
+                assert!(
+                    !found.is_empty(),
+                    "{name}, {form:?} passes although there is this mistake: {what}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn neighbouring_channels_rotated_with_each_other_show_in_the_goldens() {
+    for name in DRAFTS {
+        let (checkpoint, cases) = (draft(name), Cases::of(name));
+        for form in FORMS {
+            let options = options(form, true);
+            let mut graph = Graph::load_changed(&checkpoint, &cases, &options, 1, |model| {
+                let nodes = &mut model.graph.as_mut().unwrap().node;
+                let attributes = nodes.iter_mut().flat_map(|node| &mut node.attribute);
+                let mut changed = 0;
+                for attribute in attributes {
+                    if attribute.name.ends_with("interleaved") {
+                        attribute.i = 1;
+                        changed += 1;
+                    }
+                }
+                assert!(changed > 0);
+            });
             assert!(
-                !found.is_empty(),
-                "{name} passes although there is this mistake: {what}"
+                !all_differences(&mut graph, &cases).is_empty(),
+                "{name}, {form:?}"
             );
+        }
+    }
+}
+
+#[test]
+fn block_positions_off_by_one_show_in_the_goldens() {
+    for name in DRAFTS {
+        let (checkpoint, cases) = (draft(name), Cases::of(name));
+        for form in FORMS {
+            let mut graph = Graph::load(&checkpoint, &cases, &options(form, true), 1);
+            for shift in [-1, 1] {
+                let found = all_differences_of(&mut graph, &cases, |slot| {
+                    slot.anchor_position += shift;
+                });
+                assert!(!found.is_empty(), "{name}, {form:?}: {shift}");
+            }
         }
     }
 }
