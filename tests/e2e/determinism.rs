@@ -8,10 +8,10 @@ use std::thread;
 
 use outrider_bundle::manifest::Precision;
 use outrider_tests::answer::{Answer, streamed};
-use outrider_tests::random::Random;
 use outrider_tests::servers::{self, Server, Servers};
 use outrider_verify::wire::Api;
 use serde_json::{Value, json};
+use xtask::random::Random;
 
 /// Chunk lengths of the other servers; shared servers run with the default, 64.
 const PREFILL_CHUNKS_TOKENS: [usize; 2] = [2, 7];

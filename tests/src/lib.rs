@@ -4,6 +4,5 @@
 
 pub mod answer;
 pub mod fixtures;
-pub mod random;
 pub mod scenario;
 pub mod servers;

@@ -9,15 +9,20 @@
     reason = "printing is what a command line is for"
 )]
 
+pub mod answer;
 pub mod build;
 pub mod bundle;
 pub mod checkpoint;
 pub mod export;
 pub mod fetch;
+pub mod machine;
 pub mod measure;
+pub mod prompts;
 pub mod python;
+pub mod random;
 pub mod reference;
 pub mod serve;
 pub mod server_process;
+pub mod session;
 pub mod test;
 pub mod workspace;

@@ -11,11 +11,12 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use outrider_bundle::Manifest;
 use outrider_bundle::digest::{sha256_hex, write_atomic};
 use outrider_bundle::lock::{Item, Lock};
 use outrider_bundle::manifest::{Attention, Precision};
 
-use crate::checkpoint::{self, DraftCheckpoint};
+use crate::checkpoint::{self, DraftCheckpoint, Weights};
 use crate::export;
 use crate::fetch;
 use crate::workspace::Workspace;
@@ -112,8 +113,29 @@ pub fn ensure(workspace: &Workspace, precision: Precision) -> anyhow::Result<Pat
 
     let began = Instant::now();
     eprintln!("exporting {NAME} in {}", precision_name(precision));
+    let manifest = write(workspace, precision, |weights| weights, &bundle)?;
+    let aside = recipe_file.with_extension("recipe.partial");
+    write_atomic(&recipe_file, &aside, recipe.as_bytes())
+        .with_context(|| format!("cannot write {}", recipe_file.display()))?;
+    eprintln!(
+        "exported {} in {:.0} s, sha256 {}",
+        bundle.display(),
+        began.elapsed().as_secs_f64(),
+        manifest.digest()
+    );
+    Ok(bundle)
+}
+
+/// Writes the pair in `precision` to `bundle`, with the drafter's weights as `change` makes them.
+pub fn write(
+    workspace: &Workspace,
+    precision: Precision,
+    change: impl FnOnce(Box<dyn Weights>) -> Box<dyn Weights>,
+    bundle: &Path,
+) -> anyhow::Result<Manifest> {
     let checkpoint = checkpoint::open(&fetched(workspace, NAME)?)?;
-    let (drafter, vocabulary) = drafter(workspace)?;
+    let (mut drafter, vocabulary) = drafter(workspace)?;
+    drafter.weights = change(drafter.weights);
     let options = export::Options {
         precision,
         attention: Attention::Native,
@@ -125,17 +147,7 @@ pub fn ensure(workspace: &Workspace, precision: Precision) -> anyhow::Result<Pat
         vocabulary: Some(vocabulary),
         stages: false,
     };
-    let manifest = export::write_pair(&checkpoint, &options, &drafter, &draft_options, &bundle)?;
-    let aside = recipe_file.with_extension("recipe.partial");
-    write_atomic(&recipe_file, &aside, recipe.as_bytes())
-        .with_context(|| format!("cannot write {}", recipe_file.display()))?;
-    eprintln!(
-        "exported {} in {:.0} s, sha256 {}",
-        bundle.display(),
-        began.elapsed().as_secs_f64(),
-        manifest.digest()
-    );
-    Ok(bundle)
+    export::write_pair(&checkpoint, &options, &drafter, &draft_options, bundle)
 }
 
 /// The reference drafter and the tokens it proposes from; its files have the digests of its lock.

@@ -50,6 +50,11 @@ impl Workspace {
         self.home.join("bundles")
     }
 
+    /// A directory of the home directory, for the results of a task.
+    pub fn home(&self, name: &str) -> PathBuf {
+        self.home.join(name)
+    }
+
     /// Python packages of the client tests.
     pub fn python(&self) -> PathBuf {
         self.home.join("python")

@@ -1,5 +1,6 @@
 //! `cargo xtask measure`: figures that the documentation quotes, each measured on a real server.
 
+pub mod lossless;
 mod memory;
 mod perplexity;
 
@@ -39,6 +40,8 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         bundle: Option<PathBuf>,
     },
+    /// Answers with drafting off and on, compared bit for bit
+    Lossless(lossless::Args),
 }
 
 /// Runs the subcommand.
@@ -54,6 +57,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             let command = server(&workspace, bundle, Precision::Fp32)?;
             println!("{}", measure_memory(&command)?);
         }
+        Command::Lossless(args) => lossless::measure(&workspace, args)?,
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A small seeded generator, so that a failed run can be repeated.
+//! A small seeded generator, so that a run can be repeated.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]
@@ -21,8 +21,13 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number from 0 to `limit`, exclusive; close enough to uniform for picking test cases.
+    /// A number from 0 to `limit`, exclusive; close enough to uniform for picking cases.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next_u64() % limit as u64) as usize
+    }
+
+    /// A number from -1 to 1.
+    pub fn symmetric(&mut self) -> f32 {
+        (self.next_u64() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 }
