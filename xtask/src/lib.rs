@@ -10,6 +10,7 @@
 )]
 
 pub mod answer;
+pub mod bench;
 pub mod build;
 pub mod bundle;
 pub mod checkpoint;

@@ -11,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bundle, export, fetch, measure, serve, test};
+use xtask::{bench, bundle, export, fetch, measure, serve, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -35,6 +35,8 @@ enum Task {
     Test(test::Args),
     /// Measure what the documentation quotes
     Measure(measure::Args),
+    /// Measure how fast the server is
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         Task::Serve(args) => serve::run(args),
         Task::Test(args) => test::run(args),
         Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),
+        Task::Bench(args) => bench::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
