@@ -1,6 +1,8 @@
 //! Draft graphs, run: against recorded values of an independent implementation, and against what breaks them.
 
 mod choices;
+mod command;
+mod forms;
 mod goldens;
 mod pairs;
 mod support;

@@ -19,9 +19,9 @@ use crate::support::{
     ATTENTIONS, PRECISIONS, Random, checkpoint, files, relative_error, target_with,
 };
 
-/// A random draft for a tiny checkpoint; it reads layers out of their order.
-fn draft_for(target: &Checkpoint) -> DraftCheckpoint {
-    let config = DraftConfig {
+/// A draft for a tiny checkpoint; it reads layers out of their order.
+pub fn config_for(target: &Checkpoint) -> DraftConfig {
+    DraftConfig {
         vocab_size: target.config.vocab_size,
         hidden_size: target.config.hidden_size,
         intermediate_size: 40,
@@ -56,7 +56,11 @@ fn draft_for(target: &Checkpoint) -> DraftCheckpoint {
             selector_rank: 6,
             selector_top_k: 4,
         }),
-    };
+    }
+}
+
+/// A random draft.
+pub fn draft_for(config: DraftConfig) -> DraftCheckpoint {
     DraftCheckpoint {
         weights: Box::new(Random(config.tensors())),
         config,
@@ -108,7 +112,7 @@ fn every_pair_opens_and_its_ends_are_stored_once() {
     let dir = TempDir::new().unwrap();
     for name in ["llama", "qwen2"] {
         let target = checkpoint(name);
-        let draft = draft_for(&target);
+        let draft = draft_for(config_for(&target));
         for precision in PRECISIONS {
             for form in ATTENTIONS {
                 let out = dir.path().join("bundle");
@@ -138,7 +142,7 @@ fn every_pair_opens_and_its_ends_are_stored_once() {
 #[test]
 fn a_draft_beside_its_target_proposes_what_it_proposes_alone() {
     let target = checkpoint("llama");
-    let draft = draft_for(&target);
+    let draft = draft_for(config_for(&target));
     let tap_size = draft.config.tap_size();
     let taps = Random(BTreeMap::from([("taps".to_owned(), vec![9, tap_size])]));
     let slot = Slot {
@@ -241,15 +245,15 @@ fn a_pair_that_does_not_belong_together_is_refused_with_both_numbers() {
     let mut refusals: Vec<String> = changes
         .iter()
         .map(|change| {
-            let mut draft = draft_for(&target);
+            let mut draft = draft_for(config_for(&target));
             change(&mut draft.config);
             refusal(&draft, None)
         })
         .collect();
     for vocabulary in [vec![1, 2, 128], vec![1, 3, 2, 4], vec![1, 2, 3]] {
-        refusals.push(refusal(&draft_for(&target), Some(vocabulary)));
+        refusals.push(refusal(&draft_for(config_for(&target)), Some(vocabulary)));
     }
-    let draft = draft_for(&target);
+    let draft = draft_for(config_for(&target));
     let options = Options {
         precision: Precision::Fp32,
         attention: Attention::Native,
@@ -274,7 +278,7 @@ fn a_pair_has_the_same_bytes_for_any_number_of_threads() {
             for vocabulary in [None, Some(vec![3, 4, 5, 60, 100])] {
                 let exports = [1, 2, 5].map(|threads| {
                     let target = checkpoint("llama");
-                    let draft = draft_for(&target);
+                    let draft = draft_for(config_for(&target));
                     let out = dir.path().join(format!("{threads}"));
                     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
                     let pool = pool.build().unwrap();
@@ -297,7 +301,7 @@ fn a_pair_has_the_same_bytes_for_any_number_of_threads() {
 #[test]
 fn the_nodes_of_each_form_of_a_draft_are_these() {
     let target = checkpoint("llama");
-    let draft = draft_for(&target);
+    let draft = draft_for(config_for(&target));
     let mut text = String::new();
     for precision in PRECISIONS {
         for form in ATTENTIONS {
