@@ -94,11 +94,11 @@ impl<'a> Exporter<'a> {
 
     /// Adds an RMS norm whose weight has gone into the product behind it.
     pub fn unweighted_norm(&mut self, name: &str, input: &str, size: usize) -> Result<String> {
-        let ones = "constants.ones";
-        if !self.graph.has_constant(ones) {
-            self.float_constant(ones, &vec![1.0; size], &[size])?;
+        let ones = format!("constants.ones_{size}");
+        if !self.graph.has_constant(&ones) {
+            self.float_constant(&ones, &vec![1.0; size], &[size])?;
         }
-        Ok(self.rms_norm(name, input, ones))
+        Ok(self.rms_norm(name, input, &ones))
     }
 
     /// Names a vector or matrix of the activations' element type as a constant.

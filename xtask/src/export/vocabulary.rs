@@ -82,11 +82,6 @@ impl Matrix {
     pub fn rotation(&self) -> Option<Rotation> {
         self.rotation
     }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
 }
 
 /// A matrix `[rows, hidden]` whose bytes are stored; embedding and head read it in the same layout.
