@@ -128,6 +128,16 @@ impl GraphFacts {
         })
     }
 
+    /// Paths in the bundle of the external files of a graph that is at `graph_path` in it.
+    pub fn external_paths(&self, graph_path: &str) -> impl Iterator<Item = String> {
+        let dir = graph_path
+            .rsplit_once('/')
+            .map_or_else(String::new, |(dir, _)| format!("{dir}/"));
+        self.external_files
+            .keys()
+            .map(move |location| format!("{dir}{location}"))
+    }
+
     /// Reads the facts of a `.onnx` file from its content.
     pub fn from_stream(mut stream: impl Read + Seek) -> Result<Self, WireError> {
         let size_bytes = stream.seek(SeekFrom::End(0))?;

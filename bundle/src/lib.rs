@@ -6,6 +6,7 @@
 pub mod contract;
 pub mod create;
 pub mod digest;
+mod draft_part;
 pub mod facts;
 pub mod lock;
 pub mod manifest;

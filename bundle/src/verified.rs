@@ -4,16 +4,18 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::digest::sha256_hex;
+use crate::draft_part;
 use crate::manifest::Manifest;
 use crate::verify::{BundleError, Fault, unreadable};
 
 /// A bundle whose every byte matched its manifest when it was opened.
 ///
-/// This is what a loader takes: there is no other way to get one than [`VerifiedBundle::open`], so bytes that nobody checked can't be loaded.
+/// This is what a loader takes: there is no other way to get one than [`VerifiedBundle::open`] and [`VerifiedBundle::open_target`], so bytes that
+/// nobody checked can't be loaded.
 ///
 /// ```compile_fail
 /// # fn forge(manifest: outrider_bundle::Manifest) {
-/// let forged = outrider_bundle::VerifiedBundle { dir: "models".into(), digest: manifest.digest(), manifest };
+/// let forged = outrider_bundle::VerifiedBundle { dir: "models".into(), digest: manifest.digest(), manifest, draft_fault: None };
 /// # }
 /// ```
 #[derive(Debug)]
@@ -21,6 +23,7 @@ pub struct VerifiedBundle {
     dir: PathBuf,
     digest: String,
     manifest: Manifest,
+    draft_fault: Option<BundleError>,
 }
 
 impl VerifiedBundle {
@@ -39,7 +42,53 @@ impl VerifiedBundle {
             dir: dir.to_owned(),
             digest: manifest.digest(),
             manifest,
+            draft_fault: None,
         })
+    }
+
+    /// Opens a bundle directory for the sake of its target: as [`VerifiedBundle::open`], but what is wrong with the draft alone is no error.
+    ///
+    /// It is kept as [`VerifiedBundle::draft_fault`], and no damaged file is handed out.
+    /// The digest is the manifest's, whatever state the files are in.
+    pub fn open_target(dir: &Path) -> Result<Self, BundleError> {
+        let manifest = Manifest::load(dir).map_err(|source| BundleError::Manifest {
+            dir: dir.to_owned(),
+            source,
+        })?;
+        let files = |faults| BundleError::Files {
+            dir: dir.to_owned(),
+            faults,
+        };
+        let faults = manifest.verify(dir).err().unwrap_or_default();
+        let (of_target, of_draft) =
+            draft_part::split(&manifest, dir, faults).map_err(|source| BundleError::Graph {
+                dir: dir.to_owned(),
+                source,
+            })?;
+        if !of_target.is_empty() {
+            return Err(files([of_target, of_draft].concat()));
+        }
+        let target_alone = Manifest {
+            draft: None,
+            ..manifest.clone()
+        };
+        target_alone.check_graphs(dir)?;
+        let draft_fault = if of_draft.is_empty() {
+            manifest.check_graphs(dir).err()
+        } else {
+            Some(files(of_draft))
+        };
+        Ok(Self {
+            dir: dir.to_owned(),
+            digest: manifest.digest(),
+            manifest,
+            draft_fault,
+        })
+    }
+
+    /// What is wrong with the draft of a bundle that was opened by [`VerifiedBundle::open_target`].
+    pub fn draft_fault(&self) -> Option<&BundleError> {
+        self.draft_fault.as_ref()
     }
 
     /// What the bundle is.
@@ -57,12 +106,19 @@ impl VerifiedBundle {
         &self.dir
     }
 
-    /// Where a listed file is; `None` when the manifest doesn't list it.
+    /// Where a listed file is; `None` when the manifest doesn't list it, or it is damaged.
     pub fn path(&self, name: &str) -> Option<PathBuf> {
-        self.manifest
-            .files
-            .contains_key(name)
+        (self.manifest.files.contains_key(name) && !self.is_damaged(name))
             .then(|| self.dir.join(name))
+    }
+
+    fn is_damaged(&self, name: &str) -> bool {
+        match &self.draft_fault {
+            Some(BundleError::Files { faults, .. }) => {
+                faults.iter().any(|fault| draft_part::covers(fault, name))
+            }
+            _ => false,
+        }
     }
 
     /// Content of a listed file, hashed once more, so that these very bytes are the ones the manifest names.

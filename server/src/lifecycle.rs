@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 /// A step of the start that must have passed before the first request is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Latch {
-    /// Every file of the bundle has the digest its manifest states.
+    /// Every file that is served from has the digest its manifest states.
     WeightsVerified,
     /// The sessions are built and the KV memory is allocated.
     SessionsBuilt,

@@ -2,6 +2,8 @@
 //!
 //! This is the only place that knows every layer. It decides nothing about a request; it refuses a bundle or a machine that cannot serve it.
 
+mod draft;
+
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,16 +12,21 @@ use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::config::{Config, ExecutionProvider};
+use crate::draft::Drafter;
 use crate::engine::{
     self, Drafting, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
     SpeculationError, SubmitError, TextSink,
 };
-use crate::http::backend::{Backend, ModelCard};
+use crate::http::backend::{Backend, DraftCard, ModelCard};
 use crate::lifecycle::{Latch, Startup};
 use crate::machine;
-use crate::model::{self, OnnxTarget, SessionOptions, TargetOptions};
+use crate::model::{
+    self, DraftOptions, LosslessClass, ModelError, OnnxDraft, OnnxTarget, SessionOptions, Target,
+    TargetOptions, TargetShape,
+};
 use crate::service::LoadContext;
 use crate::text::{ChatError, ChatMessage, EncodeError, Text, TextStream};
+use draft::Absence;
 
 /// Loads the configured bundle, provides it, and returns when the engine has ended; the error says why, when nobody asked it to.
 pub fn load(context: LoadContext) -> Result<(), String> {
@@ -31,18 +38,23 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     // A malformed table of free memory would be a fault of the machine; the error names the file.
     let free_bytes = machine::free_memory_bytes()
         .map_err(|error| format!("cannot tell how much memory is free: {error}"))?;
-    let bundle = VerifiedBundle::open(&config.bundle).map_err(|error| chain(&error))?;
-    startup.pass(Latch::WeightsVerified);
+    let bundle = VerifiedBundle::open_target(&config.bundle).map_err(|error| chain(&error))?;
     let manifest = bundle.manifest();
+    draft::check_settings(&config.speculative, manifest.draft.as_ref())?;
+    if config.speculative.required {
+        // What is known by now need not wait for the target.
+        draft::facts(&bundle).map_err(|absence| required(&absence).to_string())?;
+    }
+    startup.pass(Latch::WeightsVerified);
     let text = Arc::new(read_text(&bundle)?);
-    let card = ModelCard {
+    let mut card = ModelCard {
         name: config
             .model_name
             .clone()
             .unwrap_or_else(|| manifest.name.clone()),
         bundle_digest: bundle.digest().to_owned(),
         generation: manifest.generation.clone(),
-        draft: Err("the bundle has none".to_owned()),
+        draft: Err(Absence::NotInBundle.for_callers()),
     };
     let limits = ModelLimits {
         context_tokens: config
@@ -59,10 +71,6 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         "bundle verified"
     );
 
-    if config.speculative.required {
-        return Err("serving.speculative.required is true, but the bundle has no draft".to_owned());
-    }
-
     let options = EngineOptions {
         queue_capacity: config.runtime.queue_capacity,
         prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
@@ -74,7 +82,8 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         let text = text.clone();
         let speculate = config.speculative.enabled;
         engine::start(options, move || {
-            let loaded = load_target(&bundle, &config, &startup, free_bytes, text.clone())?;
+            let (loaded, draft) = load_models(&bundle, &config, &startup, free_bytes, &text)?;
+            card.draft = draft;
             if let Ok(engine) = handle.recv() {
                 provide(Arc::new(EngineBackend {
                     card,
@@ -120,28 +129,23 @@ fn read_text(bundle: &VerifiedBundle) -> Result<Text, String> {
     .map_err(|error| chain(&error))
 }
 
-fn load_target(
+/// Target, probe and draft, ready for the engine, and what interfaces show of the draft.
+fn load_models(
     bundle: &VerifiedBundle,
     config: &Config,
     startup: &Startup,
     free_bytes: u64,
-    text: Arc<Text>,
-) -> Result<Loaded, model::ModelError> {
+    text: &Arc<Text>,
+) -> Result<(Loaded, Result<DraftCard, String>), ModelError> {
     let runtime = &config.runtime;
+    let kv_limit_bytes = (free_bytes as f64 * runtime.kv_cache_ratio) as u64;
     let mut target = OnnxTarget::load(
         bundle,
         &TargetOptions {
-            session: SessionOptions {
-                library: runtime.onnxruntime_library.clone(),
-                execution_provider: match runtime.execution_provider {
-                    ExecutionProvider::Cpu => model::ExecutionProvider::Cpu,
-                    ExecutionProvider::Cuda => model::ExecutionProvider::Cuda { device: 0 },
-                },
-                intra_op_threads: runtime.intra_op_threads.map_or(0, usize::from),
-            },
+            session: session_options(config),
             slots: runtime.max_concurrency,
             context_tokens: runtime.context_tokens,
-            kv_limit_bytes: (free_bytes as f64 * runtime.kv_cache_ratio) as u64,
+            kv_limit_bytes,
         },
     )?;
     startup.pass(Latch::SessionsBuilt);
@@ -157,15 +161,81 @@ fn load_target(
         kv_bytes = target.kv_bytes(),
         "model loaded"
     );
-    // The probe has run every width and batch that steps use.
+
+    let left_bytes = kv_limit_bytes.saturating_sub(target.kv_bytes());
+    let (draft, card) = match load_draft(bundle, config, probe.class, target.shape(), left_bytes) {
+        Ok((drafter, card)) => (engine::Draft::Loaded(drafter), Ok(card)),
+        Err(absence) if config.speculative.required => return Err(required(&absence)),
+        Err(absence) => {
+            match absence {
+                Absence::NotInBundle => tracing::info!("the bundle has no draft"),
+                _ => tracing::warn!(reason = %absence, "serving without a draft"),
+            }
+            let card = Err(absence.for_callers());
+            (engine::Draft::Unavailable(absence.to_string()), card)
+        }
+    };
+    // The probe has run every width and batch of the target that steps use, and the draft has had a pass of its own.
     startup.pass(Latch::Warm);
-    Ok(Loaded {
+    let text = Arc::clone(text);
+    let loaded = Loaded {
         target: Box::new(target),
         probe,
-        draft: engine::Draft::Unavailable("no draft is loaded".to_owned()),
+        draft,
         text: Box::new(move |stop| Box::new(Sink(text.stream(stop)))),
         eos_token_ids: bundle.manifest().generation.eos_token_ids.clone(),
-    })
+    };
+    Ok((loaded, card))
+}
+
+/// The draft of the bundle, after a first pass, with at most `kv_limit_bytes` for its KV memory.
+fn load_draft(
+    bundle: &VerifiedBundle,
+    config: &Config,
+    class: LosslessClass,
+    target: &TargetShape,
+    kv_limit_bytes: u64,
+) -> Result<(Box<dyn Drafter>, DraftCard), Absence> {
+    let facts = draft::facts(bundle)?;
+    draft::check_target(&config.speculative, facts, class, target)?;
+    let options = DraftOptions {
+        session: session_options(config),
+        slots: target.slots,
+        context_tokens: target.context_tokens,
+        candidate_topk: config.speculative.candidate_topk,
+        kv_limit_bytes,
+    };
+    let mut drafter =
+        OnnxDraft::load(bundle, &options).map_err(|error| Absence::Refused(chain(&error)))?;
+    drafter
+        .warm_up()
+        .map_err(|error| Absence::Refused(chain(&error)))?;
+    let card = draft::card(&config.speculative, facts);
+    tracing::info!(
+        architecture = card.architecture,
+        block_size = card.block_size,
+        candidate_topk = card.candidate_topk,
+        context_tokens = drafter.shape().context_tokens,
+        kv_bytes = drafter.kv_bytes(),
+        "draft loaded"
+    );
+    Ok((Box::new(drafter), card))
+}
+
+fn session_options(config: &Config) -> SessionOptions {
+    let runtime = &config.runtime;
+    SessionOptions {
+        library: runtime.onnxruntime_library.clone(),
+        execution_provider: match runtime.execution_provider {
+            ExecutionProvider::Cpu => model::ExecutionProvider::Cpu,
+            ExecutionProvider::Cuda => model::ExecutionProvider::Cuda { device: 0 },
+        },
+        intra_op_threads: runtime.intra_op_threads.map_or(0, usize::from),
+    }
+}
+
+fn required(absence: &Absence) -> ModelError {
+    ModelError::DraftRequired(absence.to_string())
 }
 
 /// The text side of one sequence.

@@ -112,7 +112,7 @@ impl ApiError {
         Self::new(
             Code::UnsupportedValue,
             format!(
-                "`speculative.enabled` is true, but this server has no draft: {reason}; it must be false or left out"
+                "`speculative.enabled` is true, but this server cannot draft: {reason}; it must be false or left out"
             ),
         )
         .with_param("speculative.enabled")

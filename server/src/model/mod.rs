@@ -149,6 +149,9 @@ pub enum ModelError {
     /// A batch that the model can't run; a fault of the engine.
     #[error("batch refused: {0}")]
     Batch(String),
+    /// The draft can't be used, and the configuration says that it must be.
+    #[error("serving.speculative.required is true, but {0}")]
+    DraftRequired(String),
     /// ONNX Runtime reported an error.
     #[error("onnx runtime: {0}")]
     Ort(#[from] ort::Error),

@@ -58,7 +58,7 @@ impl FakeBackend {
                     min_p: Some(0.125),
                     repetition_penalty: Some(1.25),
                 },
-                draft: Err("the bundle has none".to_owned()),
+                draft: Err("the bundle has no draft".to_owned()),
             },
             answer: Box::new(answer),
             requests: Mutex::default(),

@@ -1,0 +1,228 @@
+//! The draft side of loading: whether the bundle's draft can be used, and what callers and operators are told when it can't.
+//!
+//! A draft can only cost speed, so everything that is wrong with it leaves a server that serves without, unless it is required.
+//! Only settings that no draft of this bundle could follow are errors by themselves.
+
+use outrider_bundle::VerifiedBundle;
+use outrider_bundle::manifest::DraftFacts;
+
+use super::chain;
+use crate::config::{AcceptanceStrategy, Speculative};
+use crate::engine::LosslessClass;
+use crate::http::backend::DraftCard;
+use crate::model::TargetShape;
+
+/// Why a server has no draft, for operators.
+#[derive(Debug, thiserror::Error)]
+pub enum Absence {
+    /// The bundle holds none.
+    #[error("the bundle has no draft")]
+    NotInBundle,
+    /// Its files are not those of the manifest, or not what the manifest says.
+    #[error("the draft is damaged: {0}")]
+    Damaged(String),
+    /// Drafting could change what the target computes.
+    #[error(
+        "the target's lossless class is {}, and serving.speculative.acceptance_strategy strict needs exact",
+        .0.as_str()
+    )]
+    NotExact(LosslessClass),
+    /// Its blocks are wider than the passes that the target can take.
+    #[error(
+        "the draft's blocks have {block_size} tokens and a pass of the target takes {limit_tokens}: set serving.speculative.draft_block_size"
+    )]
+    TooWide {
+        /// Tokens of a block.
+        block_size: usize,
+        /// Most rows of one sequence in a pass.
+        limit_tokens: usize,
+    },
+    /// It could not be loaded or run.
+    #[error("the draft could not be loaded: {0}")]
+    Refused(String),
+}
+
+impl Absence {
+    /// The same for callers: nothing of the inside.
+    pub fn for_callers(&self) -> String {
+        match self {
+            Self::NotInBundle => "the bundle has no draft".to_owned(),
+            Self::Damaged(_) => "the draft is damaged".to_owned(),
+            Self::NotExact(class) => {
+                format!("the target's lossless class is {}", class.as_str())
+            }
+            Self::TooWide { .. } | Self::Refused(_) => "the draft could not be loaded".to_owned(),
+        }
+    }
+}
+
+/// Checks the settings that narrow a draft against the draft of the bundle, whatever state it is in.
+///
+/// # Errors
+///
+/// A setting is larger than the draft allows.
+pub fn check_settings(settings: &Speculative, draft: Option<&DraftFacts>) -> Result<(), String> {
+    let Some(draft) = draft else {
+        return Ok(());
+    };
+    for (key, value, own) in [
+        (
+            "draft_block_size",
+            settings.draft_block_size,
+            draft.block_size,
+        ),
+        ("candidate_topk", settings.candidate_topk, draft.top_k),
+    ] {
+        if let Some(value) = value.filter(|value| *value > own) {
+            return Err(format!(
+                "serving.speculative.{key} is {value}, and the draft of the bundle allows at most {own}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The draft of a bundle by what is known before anything is loaded.
+pub fn facts(bundle: &VerifiedBundle) -> Result<&DraftFacts, Absence> {
+    match (&bundle.manifest().draft, bundle.draft_fault()) {
+        (None, _) => Err(Absence::NotInBundle),
+        (Some(_), Some(fault)) => Err(Absence::Damaged(chain(fault))),
+        (Some(draft), None) => Ok(draft),
+    }
+}
+
+/// What interfaces show of a draft.
+pub fn card(settings: &Speculative, draft: &DraftFacts) -> DraftCard {
+    DraftCard {
+        architecture: draft.architecture.clone(),
+        block_size: settings.draft_block_size.unwrap_or(draft.block_size),
+        candidate_topk: settings.candidate_topk.unwrap_or(draft.top_k),
+    }
+}
+
+/// Whether what drafting may change is nothing.
+pub fn check_target(
+    settings: &Speculative,
+    draft: &DraftFacts,
+    class: LosslessClass,
+    shape: &TargetShape,
+) -> Result<(), Absence> {
+    match settings.acceptance_strategy {
+        AcceptanceStrategy::Strict if class != LosslessClass::Exact => {
+            return Err(Absence::NotExact(class));
+        }
+        AcceptanceStrategy::Strict => {}
+    }
+    let block_size = settings.draft_block_size.unwrap_or(draft.block_size);
+    if block_size > shape.headroom_tokens {
+        return Err(Absence::TooWide {
+            block_size,
+            limit_tokens: shape.headroom_tokens,
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use outrider_bundle::manifest::{Attention, Precision};
+
+    use super::*;
+
+    fn settings(block_size: Option<usize>, topk: Option<usize>) -> Speculative {
+        Speculative {
+            enabled: true,
+            required: false,
+            draft_block_size: block_size,
+            candidate_topk: topk,
+            acceptance_strategy: AcceptanceStrategy::Strict,
+        }
+    }
+
+    fn facts_of_a_draft() -> DraftFacts {
+        DraftFacts {
+            graph: "draft.onnx".to_owned(),
+            architecture: "DFlash2DraftModel".to_owned(),
+            precision: Precision::Fp32,
+            form: Attention::Native,
+            layers: 1,
+            kv_heads: 1,
+            head_dim: 4,
+            kv_dtype: "float32".to_owned(),
+            vocabulary_columns: 32,
+            block_size: 16,
+            top_k: 4,
+            mask_token_id: 1,
+            target_layer_ids: vec![0],
+            context_tokens: 64,
+        }
+    }
+
+    #[test]
+    fn a_setting_above_the_drafts_own_names_both_values() {
+        let draft = facts_of_a_draft();
+        let check = |block_size, topk, expected: Result<(), &str>| {
+            let found = check_settings(&settings(block_size, topk), Some(&draft));
+            assert_eq!(found, expected.map_err(str::to_owned));
+        };
+        check(None, None, Ok(()));
+        check(Some(16), Some(4), Ok(()));
+        check(Some(2), Some(1), Ok(()));
+        check(
+            Some(17),
+            None,
+            Err(
+                "serving.speculative.draft_block_size is 17, and the draft of the bundle allows at most 16",
+            ),
+        );
+        check(
+            None,
+            Some(5),
+            Err(
+                "serving.speculative.candidate_topk is 5, and the draft of the bundle allows at most 4",
+            ),
+        );
+        // Without a draft there is nothing that they could be too large for.
+        assert_eq!(check_settings(&settings(Some(64), Some(64)), None), Ok(()));
+    }
+
+    #[test]
+    fn a_card_shows_what_is_in_use() {
+        let draft = facts_of_a_draft();
+        let own = card(&settings(None, None), &draft);
+        assert_eq!((own.block_size, own.candidate_topk), (16, 4));
+        let narrowed = card(&settings(Some(3), Some(2)), &draft);
+        assert_eq!((narrowed.block_size, narrowed.candidate_topk), (3, 2));
+    }
+
+    #[test]
+    fn only_an_exact_target_with_room_for_a_block_is_drafted_for() {
+        let draft = facts_of_a_draft();
+        let check = |class, headroom_tokens, block_size: Option<usize>| {
+            let shape = TargetShape {
+                slots: 1,
+                context_tokens: 64,
+                headroom_tokens,
+                vocab_size: 32,
+                tap_size: 4,
+            };
+            check_target(&settings(block_size, None), &draft, class, &shape)
+                .err()
+                .map(|absence| (absence.to_string(), absence.for_callers()))
+        };
+        assert_eq!(check(LosslessClass::Exact, 16, None), None);
+        let (reason, public) = check(LosslessClass::NearTie, 16, None).unwrap();
+        assert_eq!(
+            reason,
+            "the target's lossless class is near-tie, and serving.speculative.acceptance_strategy strict needs exact"
+        );
+        assert_eq!(public, "the target's lossless class is near-tie");
+        assert!(check(LosslessClass::None, 16, None).is_some());
+        let (reason, _) = check(LosslessClass::Exact, 8, None).unwrap();
+        assert_eq!(
+            reason,
+            "the draft's blocks have 16 tokens and a pass of the target takes 8: set serving.speculative.draft_block_size"
+        );
+        assert_eq!(check(LosslessClass::Exact, 8, Some(8)), None);
+    }
+}
