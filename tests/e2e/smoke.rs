@@ -17,11 +17,12 @@ pub fn the_server_passes_the_smoke_checks(servers: &Servers) -> anyhow::Result<(
     assert_eq!(output.status.code(), Some(0), "{text}");
     let report: Value = serde_json::from_str(&text)?;
     let checks = report["checks"].as_array().context("no checks")?;
-    // The server has every extension, so nothing may be skipped.
+    // The server has every extension and a draft, so nothing may be skipped.
     assert!(
         checks.iter().all(|check| check["outcome"] == "pass"),
         "{text}"
     );
+    assert_eq!(report["model"]["drafting"], "on", "{text}");
     assert_eq!(report["model"]["lossless_class"], "exact", "{text}");
     assert!(report["model"]["bundle_digest"].is_string(), "{text}");
     Ok(())

@@ -15,7 +15,7 @@ pub enum Outcome {
     Pass,
     /// It is not.
     Fail,
-    /// The service lacks the extension that the check needs.
+    /// The service lacks what the check is about: an extension, or a draft.
     Skip,
 }
 
@@ -23,7 +23,7 @@ pub enum Outcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Every check passed, or was skipped for the lack of an extension: exit code 0.
+    /// Every check passed, or was skipped because the service lacks what it is about: exit code 0.
     Pass,
     /// At least one check failed: exit code 1.
     Fail,
@@ -64,6 +64,8 @@ pub struct Model {
     pub bundle_digest: Option<String>,
     /// Lossless class, where the service gives it.
     pub lossless_class: Option<String>,
+    /// State of drafting, where the service gives it.
+    pub drafting: Option<String>,
 }
 
 /// A run.
@@ -141,6 +143,11 @@ impl fmt::Display for Report {
                 f,
                 "  lossless class  {}",
                 model.lossless_class.as_deref().unwrap_or(unknown)
+            )?;
+            writeln!(
+                f,
+                "  drafting        {}",
+                model.drafting.as_deref().unwrap_or(unknown)
             )?;
         }
         writeln!(f)?;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::client::{Client, ClientError, Response, Streamed};
 use crate::report::{Check, Model, Outcome, Report, chain};
-use crate::wire::{Api, Generation, ShapeError, error_of, shorten};
+use crate::wire::{Api, Generation, ShapeError, Speculative, error_of, shorten};
 
 const CHAT_PROMPT: &str = "Write one sentence about the sea.";
 /// One that a model goes on with, where it would end a finished sentence at once.
@@ -36,6 +36,7 @@ pub fn run(client: &Client, options: &Options) -> Report {
         client,
         wanted_model: options.model.clone(),
         model: None,
+        speculation: None,
         returns_token_ids: true,
         greedy_chat: None,
         greedy_completion: None,
@@ -46,7 +47,7 @@ pub fn run(client: &Client, options: &Options) -> Report {
         let (outcome, actual) = match check(&mut smoke) {
             Ok(actual) => (Outcome::Pass, actual),
             Err(Stop::Fail(actual)) => (Outcome::Fail, actual),
-            Err(Stop::Skip(why)) => (Outcome::Skip, why.to_owned()),
+            Err(Stop::Skip(why)) => (Outcome::Skip, why),
             Err(Stop::CouldNotRun(why)) => {
                 error = Some(format!("{name}: {why}"));
                 break;
@@ -117,6 +118,21 @@ const CHECKS: &[(&str, &str, CheckFn)] = &[
         |smoke| stop_string(smoke, true),
     ),
     (
+        "drafting-keeps-greedy",
+        "text, finish reason, usage and token ids are the same with and without drafting",
+        |smoke| drafting_keeps(smoke, &json!({})),
+    ),
+    (
+        "drafting-keeps-sampled",
+        "the same for sampled requests with a seed",
+        |smoke| drafting_keeps(smoke, &sampled()),
+    ),
+    (
+        "drafting-is-counted",
+        "`usage.speculative` counts drafted tokens with drafting and none without",
+        drafting_is_counted,
+    ),
+    (
         "bad-request-type",
         "400 with an error message and type for `temperature: \"hot\"`",
         |smoke| refused(smoke, 400, json!({ "temperature": "hot" })),
@@ -153,8 +169,8 @@ const CHECKS: &[(&str, &str, CheckFn)] = &[
 enum Stop {
     /// What was found instead.
     Fail(String),
-    /// The extension that is missing.
-    Skip(&'static str),
+    /// What the service lacks.
+    Skip(String),
     /// There is nothing to judge.
     CouldNotRun(String),
 }
@@ -177,6 +193,8 @@ struct Smoke<'a> {
     client: &'a Client,
     wanted_model: Option<String>,
     model: Option<Model>,
+    /// What the service says about drafting.
+    speculation: Option<Value>,
     /// Cleared when the service refuses the extension field.
     returns_token_ids: bool,
     greedy_chat: Option<Generation>,
@@ -189,6 +207,11 @@ impl Smoke<'_> {
             .as_ref()
             .map(|model| model.id.clone())
             .unwrap_or_default()
+    }
+
+    /// The state of drafting by the service's own word.
+    fn drafting(&self) -> Option<&str> {
+        self.speculation.as_ref()?.get("drafting")?.as_str()
     }
 
     /// The standard request, greedy unless `fields` say otherwise.
@@ -293,10 +316,12 @@ fn models_list(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
             .and_then(Value::as_str)
             .map(str::to_owned)
     };
+    smoke.speculation = entry.and_then(|model| model.get("speculation")).cloned();
     smoke.model = Some(Model {
         id: wanted.clone(),
         bundle_digest: text("bundle_digest"),
         lossless_class: text("lossless_class"),
+        drafting: smoke.drafting().map(str::to_owned),
     });
     if entry.is_none() {
         return Err(Stop::Fail(format!(
@@ -315,10 +340,14 @@ fn stream_equals_whole(smoke: &mut Smoke<'_>, api: Api) -> Result<String, Stop> 
     Ok(summary(&streamed))
 }
 
+/// Fields of a sampled request.
+fn sampled() -> Value {
+    json!({ "temperature": 1.0, "top_p": 0.95, "seed": 20_240_607 })
+}
+
 fn seed_repeats(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
-    let sampled = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 20_240_607 });
-    let first = smoke.whole(Api::Chat, &sampled)?;
-    let second = smoke.whole(Api::Chat, &sampled)?;
+    let first = smoke.whole(Api::Chat, &sampled())?;
+    let second = smoke.whole(Api::Chat, &sampled())?;
     equal(&first, &second)?;
     Ok(summary(&second))
 }
@@ -350,7 +379,7 @@ fn usage_matches_token_ids(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
     for api in [Api::Chat, Api::Completions] {
         let found = smoke.greedy(api)?;
         let (Some(ids), Some(prompt_ids)) = (&found.token_ids, &found.prompt_token_ids) else {
-            return Err(Stop::Skip(NO_TOKEN_IDS));
+            return Err(Stop::Skip(NO_TOKEN_IDS.to_owned()));
         };
         let Some(usage) = found.usage else {
             return Err(Stop::Fail(format!("{}: no `usage`", api.path())));
@@ -401,6 +430,85 @@ fn stop_string(smoke: &mut Smoke<'_>, stream: bool) -> Result<String, Stop> {
         )));
     }
     Ok(format!("stop {stop:?}: {:?}", stopped.text))
+}
+
+/// The same request with and without drafting, on a service that drafts.
+fn with_and_without_drafting(
+    smoke: &mut Smoke<'_>,
+    api: Api,
+    fields: &Value,
+) -> Result<[Generation; 2], Stop> {
+    let detail = smoke
+        .speculation
+        .as_ref()
+        .and_then(|speculation| speculation.get("detail")?.as_str())
+        .map_or_else(String::new, |detail| format!(", {detail}"));
+    match smoke.drafting() {
+        None => {
+            return Err(Stop::Skip(
+                "the service does not say whether it drafts (`speculation` of the model)"
+                    .to_owned(),
+            ));
+        }
+        Some("on") => {}
+        Some(state @ ("off" | "unavailable")) => {
+            return Err(Stop::Skip(format!(
+                "not checked, drafting is {state}{detail}"
+            )));
+        }
+        // Suspended: it should draft, and something keeps it from doing so.
+        Some(state) => return Err(Stop::Fail(format!("drafting is {state}{detail}"))),
+    }
+    let mut answer = |enabled: bool| {
+        let mut fields = fields.clone();
+        fields["speculative"] = json!({ "enabled": enabled });
+        smoke.whole(api, &fields)
+    };
+    Ok([answer(true)?, answer(false)?])
+}
+
+fn drafting_keeps(smoke: &mut Smoke<'_>, fields: &Value) -> Result<String, Stop> {
+    let mut lines = Vec::new();
+    for api in [Api::Chat, Api::Completions] {
+        let [with, without] = with_and_without_drafting(smoke, api, fields)?;
+        equal(&with, &without)?;
+        lines.push(summary(&with));
+    }
+    Ok(lines.join(", "))
+}
+
+fn drafting_is_counted(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
+    let mut lines = Vec::new();
+    for api in [Api::Chat, Api::Completions] {
+        let answers = with_and_without_drafting(smoke, api, &json!({}))?;
+        let [Some(with), Some(without)] = answers.map(|answer| answer.speculative) else {
+            return Err(Stop::Fail(format!(
+                "{}: no `usage.speculative`",
+                api.path()
+            )));
+        };
+        let line = format!(
+            "{} drafted, {} accepted in {} steps; without drafting {}, {} and {}",
+            with.drafted_tokens,
+            with.accepted_tokens,
+            with.steps,
+            without.drafted_tokens,
+            without.accepted_tokens,
+            without.steps
+        );
+        let none = Speculative {
+            drafted_tokens: 0,
+            accepted_tokens: 0,
+            steps: 0,
+        };
+        let adds_up = with.accepted_tokens <= with.drafted_tokens
+            && (1..=with.drafted_tokens).contains(&with.steps);
+        if !adds_up || without != none {
+            return Err(Stop::Fail(format!("{}: {line}", api.path())));
+        }
+        lines.push(line);
+    }
+    Ok(lines.join(" | "))
 }
 
 /// A request that is wrong in `fields` gets `status` and a typed error.

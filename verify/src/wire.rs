@@ -72,6 +72,8 @@ pub struct Generation {
     pub prompt_token_ids: Option<Vec<u64>>,
     /// Token counts.
     pub usage: Option<Usage>,
+    /// What drafting did, when the service says so.
+    pub speculative: Option<Speculative>,
 }
 
 /// Token counts of one request.
@@ -83,6 +85,17 @@ pub struct Usage {
     pub completion_tokens: u64,
     /// Both together, as the service says.
     pub total_tokens: u64,
+}
+
+/// What drafting did for one request (`usage.speculative`, an extension).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speculative {
+    /// Drafted tokens that the target checked.
+    pub drafted_tokens: u64,
+    /// Those of them that became part of the answer.
+    pub accepted_tokens: u64,
+    /// Target passes that checked drafted tokens.
+    pub steps: u64,
 }
 
 /// An answer that does not have the shape of its interface.
@@ -111,6 +124,7 @@ impl Generation {
             token_ids: ids(answer, "/choices/0/token_ids")?,
             prompt_token_ids: prompt_ids(answer)?,
             usage: usage(answer)?,
+            speculative: speculative(answer)?,
         })
     }
 
@@ -131,6 +145,7 @@ impl Generation {
             whole.finish_reason = finish_reason(chunk)?.or(whole.finish_reason);
             whole.prompt_token_ids = prompt_ids(chunk)?.or(whole.prompt_token_ids);
             whole.usage = usage(chunk)?.or(whole.usage);
+            whole.speculative = speculative(chunk)?.or(whole.speculative);
         }
         Ok(whole)
     }
@@ -190,15 +205,28 @@ fn usage(answer: &Value) -> Result<Option<Usage>, ShapeError> {
     if answer.get("usage").is_none_or(Value::is_null) {
         return Ok(None);
     }
-    let count = |pointer| {
-        let count = answer.pointer(pointer).and_then(Value::as_u64);
-        count.ok_or_else(|| shape(answer, pointer, "a count"))
-    };
     Ok(Some(Usage {
-        prompt_tokens: count("/usage/prompt_tokens")?,
-        completion_tokens: count("/usage/completion_tokens")?,
-        total_tokens: count("/usage/total_tokens")?,
+        prompt_tokens: count(answer, "/usage/prompt_tokens")?,
+        completion_tokens: count(answer, "/usage/completion_tokens")?,
+        total_tokens: count(answer, "/usage/total_tokens")?,
     }))
+}
+
+fn speculative(answer: &Value) -> Result<Option<Speculative>, ShapeError> {
+    let found = answer.pointer("/usage/speculative");
+    if found.is_none_or(Value::is_null) {
+        return Ok(None);
+    }
+    Ok(Some(Speculative {
+        drafted_tokens: count(answer, "/usage/speculative/drafted_tokens")?,
+        accepted_tokens: count(answer, "/usage/speculative/accepted_tokens")?,
+        steps: count(answer, "/usage/speculative/steps")?,
+    }))
+}
+
+fn count(answer: &Value, pointer: &'static str) -> Result<u64, ShapeError> {
+    let count = answer.pointer(pointer).and_then(Value::as_u64);
+    count.ok_or_else(|| shape(answer, pointer, "a count"))
 }
 
 fn shape(answer: &Value, pointer: &str, expected: &'static str) -> ShapeError {

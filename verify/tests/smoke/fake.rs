@@ -38,6 +38,22 @@ pub enum Fault {
     Unauthorized,
     /// Its model list is empty.
     NoModels,
+    /// Does not say whether it drafts, as servers without the extension do not.
+    NoSpeculation,
+    /// Has no draft.
+    NoDraft,
+    /// Its draft fails.
+    Suspended,
+    /// Greedy answers are others with drafting.
+    DraftChangesGreedy,
+    /// Sampled answers are others with drafting.
+    DraftChangesSampled,
+    /// Says that it drafts, and does not.
+    NeverDrafts,
+    /// Drafts for requests that want none.
+    DraftsUnasked,
+    /// Does not count what it drafts.
+    NoCounts,
 }
 
 const VOCABULARY: [&str; 12] = [
@@ -90,7 +106,15 @@ fn answer(connection: &mut TcpStream, fault: Fault, counter: &AtomicU64) -> std:
         );
     }
     if target == "/v1/models" {
-        let model = json!({ "id": "sea-words", "object": "model", "bundle_digest": "sha256:5ea", "lossless_class": "exact" });
+        let mut model = json!({ "id": "sea-words", "object": "model", "bundle_digest": "sha256:5ea", "lossless_class": "exact" });
+        let (drafting, detail) = match fault {
+            Fault::NoDraft => ("unavailable", json!("the bundle has no draft")),
+            Fault::Suspended => ("suspended", json!("draft passes failed repeatedly")),
+            _ => ("on", Value::Null),
+        };
+        if fault != Fault::NoSpeculation {
+            model["speculation"] = json!({ "drafting": drafting, "detail": detail });
+        }
         let data = if fault == Fault::NoModels {
             json!([])
         } else {
@@ -157,6 +181,13 @@ fn generate(
     {
         return bad("`max_tokens` must be at least 1".into());
     }
+    let drafts = !matches!(
+        fault,
+        Fault::NoDraft | Fault::NoSpeculation | Fault::Suspended
+    ) && request["speculative"]["enabled"] != false;
+    if fault == Fault::NoDraft && request["speculative"]["enabled"] == true {
+        return bad("`speculative.enabled` is true, but this server cannot draft".into());
+    }
     if fault == Fault::NoTokenIds && !request["return_token_ids"].is_null() {
         return bad("unknown field `return_token_ids`".into());
     }
@@ -173,6 +204,9 @@ fn generate(
         if fault == Fault::SeedIgnored {
             state += counter.fetch_add(1, Ordering::Relaxed);
         }
+        state += u64::from(fault == Fault::DraftChangesSampled && drafts);
+    } else {
+        state += u64::from(fault == Fault::DraftChangesGreedy && drafts);
     }
     let mut ids = Vec::new();
     for _ in 0..request["max_tokens"].as_u64().unwrap_or(16) {
@@ -199,11 +233,21 @@ fn generate(
         deltas = vec![text];
     }
     let completion_tokens = ids.len() + usize::from(fault == Fault::UsageOffByOne);
-    let usage = json!({
+    let mut usage = json!({
         "prompt_tokens": prompt_ids.len(),
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_ids.len() + completion_tokens,
     });
+    if fault != Fault::NoCounts {
+        let steps = match fault {
+            Fault::NeverDrafts => 0,
+            Fault::DraftsUnasked => ids.len() / 3,
+            _ if drafts => ids.len() / 3,
+            _ => 0,
+        };
+        usage["speculative"] =
+            json!({ "drafted_tokens": 7 * steps, "accepted_tokens": 2 * steps, "steps": steps });
+    }
     let ids = (request["return_token_ids"] == true).then_some(ids);
     let generation = Generation {
         deltas,

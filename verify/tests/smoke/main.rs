@@ -47,7 +47,11 @@ fn each_fault_fails_the_check_that_is_there_for_it() {
         assert_eq!(failed(&report), expected, "{fault:?}\n{report}");
         assert_eq!(report.verdict, Verdict::Fail, "{fault:?}");
     };
-    check(Fault::SeedIgnored, &["seed-repeats"]);
+    // Without a seed nothing sampled can be compared.
+    check(
+        Fault::SeedIgnored,
+        &["seed-repeats", "drafting-keeps-sampled"],
+    );
     check(Fault::StopLeaks, &["stop-string", "stop-string-stream"]);
     check(Fault::StopLeaksInStream, &["stop-string-stream"]);
     check(
@@ -69,6 +73,19 @@ fn each_fault_fails_the_check_that_is_there_for_it() {
         ],
     );
     check(Fault::AnyModel, &["unknown-model"]);
+    check(
+        Fault::Suspended,
+        &[
+            "drafting-keeps-greedy",
+            "drafting-keeps-sampled",
+            "drafting-is-counted",
+        ],
+    );
+    check(Fault::DraftChangesGreedy, &["drafting-keeps-greedy"]);
+    check(Fault::DraftChangesSampled, &["drafting-keeps-sampled"]);
+    check(Fault::NeverDrafts, &["drafting-is-counted"]);
+    check(Fault::DraftsUnasked, &["drafting-is-counted"]);
+    check(Fault::NoCounts, &["drafting-is-counted"]);
 }
 
 #[test]
@@ -78,16 +95,25 @@ fn a_wrong_count_is_shown_beside_the_right_one() {
 }
 
 #[test]
-fn a_service_without_token_ids_passes_and_the_check_that_needs_them_is_skipped() {
-    let report = run(Fault::NoTokenIds);
-    assert_eq!(report.verdict, Verdict::Pass, "{report}");
-    let skipped: Vec<_> = report
-        .checks
-        .iter()
-        .filter(|check| check.outcome == Outcome::Skip)
-        .collect();
-    assert_eq!(skipped.len(), 1, "{report}");
-    assert_eq!(skipped[0].name, "usage-matches-token-ids");
+fn a_service_that_lacks_something_passes_and_the_checks_about_it_are_skipped() {
+    let about_drafting = [
+        "drafting-keeps-greedy",
+        "drafting-keeps-sampled",
+        "drafting-is-counted",
+    ];
+    let check = |fault, expected: &[&str]| {
+        let report = run(fault);
+        assert_eq!(report.verdict, Verdict::Pass, "{report}");
+        let skipped = report
+            .checks
+            .iter()
+            .filter(|check| check.outcome == Outcome::Skip);
+        let skipped: Vec<_> = skipped.map(|check| check.name).collect();
+        assert_eq!(skipped, expected, "{report}");
+    };
+    check(Fault::NoTokenIds, &["usage-matches-token-ids"]);
+    check(Fault::NoSpeculation, &about_drafting);
+    check(Fault::NoDraft, &about_drafting);
 }
 
 #[test]
