@@ -19,7 +19,8 @@ use xtask::server_process::{ServerCommand, free_addresses};
 const EXIT_BUNDLE: i32 = 65;
 const DEADLINE: Duration = Duration::from_secs(120);
 
-type Damage = fn(&Path) -> anyhow::Result<()>;
+/// What is done to a file.
+pub type Damage = fn(&Path) -> anyhow::Result<()>;
 
 pub fn a_missing_truncated_or_changed_file_stops_the_start_and_is_named(
     _: &Servers,
@@ -36,7 +37,8 @@ pub fn a_missing_truncated_or_changed_file_stops_the_start_and_is_named(
             let copy = linked_copy(&bundle)?;
             let file = copy.path().join(name);
             apply(&file)?;
-            let log = refused(copy.path())?;
+            // A damaged draft would stop nothing else, see `drafting`.
+            let log = refused(copy.path(), &[("serving.speculative.required", "true")])?;
             assert!(
                 log.contains(name.as_str()),
                 "{name}, {damage}: the file is not named: {log}"
@@ -76,7 +78,7 @@ pub fn a_graph_that_lacks_an_input_stops_the_start_and_names_it(_: &Servers) -> 
     fs::remove_file(copy.path().join("bundle.json"))?;
     manifest.write(copy.path())?;
 
-    let log = refused(copy.path())?;
+    let log = refused(copy.path(), &[])?;
     assert!(
         log.contains("write_indices"),
         "the input is not named: {log}"
@@ -85,11 +87,14 @@ pub fn a_graph_that_lacks_an_input_stops_the_start_and_names_it(_: &Servers) -> 
 }
 
 /// The log of a server that refuses the bundle with the exit code for it.
-fn refused(bundle: &Path) -> anyhow::Result<String> {
+pub fn refused(bundle: &Path, settings: &[(&str, &str)]) -> anyhow::Result<String> {
     let library = fixtures::onnxruntime(&fixtures::workspace()?)?;
     let (listen, admin_listen) = free_addresses()?;
-    let mut server = ServerCommand::new(fixtures::server_binary()?, bundle, &library)?
-        .start(listen, admin_listen)?;
+    let command = ServerCommand::new(fixtures::server_binary()?, bundle, &library)?;
+    let command = settings
+        .iter()
+        .fold(command, |command, (key, value)| command.set(key, value));
+    let mut server = command.start(listen, admin_listen)?;
     let status = server.wait(DEADLINE)?;
     let log = server.log();
     assert_eq!(status.code(), Some(EXIT_BUNDLE), "{log}");
@@ -97,7 +102,7 @@ fn refused(bundle: &Path) -> anyhow::Result<String> {
 }
 
 /// A directory whose files are those of the bundle, without copying them.
-fn linked_copy(bundle: &Path) -> anyhow::Result<tempfile::TempDir> {
+pub fn linked_copy(bundle: &Path) -> anyhow::Result<tempfile::TempDir> {
     let copy = fixtures::scratch_dir()?;
     for entry in fs::read_dir(bundle)? {
         let entry = entry?;
@@ -106,15 +111,18 @@ fn linked_copy(bundle: &Path) -> anyhow::Result<tempfile::TempDir> {
     Ok(copy)
 }
 
-fn remove(file: &Path) -> anyhow::Result<()> {
+/// Damage by removal.
+pub fn remove(file: &Path) -> anyhow::Result<()> {
     Ok(fs::remove_file(file)?)
 }
 
-fn truncate(file: &Path) -> anyhow::Result<()> {
+/// Damage by the loss of the last byte.
+pub fn truncate(file: &Path) -> anyhow::Result<()> {
     rewrite(file, |bytes| bytes.truncate(bytes.len() - 1))
 }
 
-fn flip(file: &Path) -> anyhow::Result<()> {
+/// Damage by one flipped bit.
+pub fn flip(file: &Path) -> anyhow::Result<()> {
     rewrite(file, |bytes| {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;

@@ -4,6 +4,7 @@
 
 mod bundles;
 mod determinism;
+mod drafting;
 mod front_door;
 mod goldens;
 mod measures;
@@ -46,6 +47,12 @@ fn main() -> ExitCode {
             fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
             int8_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
             int4_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
+        },
+        drafting::{
+            a_switch_in_mid_stream_changes_no_token,
+            a_damaged_draft_is_served_without_unless_it_is_required,
+            settings_above_the_drafts_own_stop_the_start,
+            a_bundle_without_a_draft_is_refused_where_one_is_required,
         },
         front_door::{
             the_printed_curl_line_works_and_a_stop_ends_the_server,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use outrider_bundle::manifest::Precision;
-use outrider_verify::client::{Client, ClientOptions};
+use outrider_verify::client::{Client, ClientOptions, Response};
 use serde_json::Value;
 use xtask::reference::{self, precision_name};
 use xtask::server_process::{ServerCommand, ServerProcess};
@@ -128,6 +128,23 @@ impl Server {
             &self.process.admin_endpoint(),
             ClientOptions::default(),
         )?)
+    }
+
+    /// `PUT` to the admin interface.
+    pub fn put_admin(&self, path: &str, body: &Value) -> anyhow::Result<Response> {
+        let agent: ureq::Agent = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_global(Some(REQUEST_DEADLINE))
+            .build()
+            .into();
+        let mut answer = agent
+            .put(format!("{}{path}", self.process.admin_endpoint()))
+            .content_type("application/json")
+            .send(body.to_string())?;
+        Ok(Response {
+            status: answer.status().as_u16(),
+            body: answer.body_mut().read_to_vec()?,
+        })
     }
 
     /// The model's name in requests.
