@@ -76,6 +76,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
         speculate: config.speculative.enabled,
         draft_block_size: config.speculative.draft_block_size,
+        adaptive_width: config.speculative.adaptive_width,
     };
     let (handle_sender, handle) = mpsc::channel::<EngineHandle>();
     let (engine, thread) = {

@@ -203,6 +203,12 @@ pub const METRICS: &[Metric] = &[
         help: "Tokens committed by a step of a completion that checked drafted tokens",
     },
     Metric {
+        name: "outrider_step_width_tokens",
+        kind: Kind::Histogram(BLOCK_TOKENS),
+        labels: &[],
+        help: "Rows of the widest completion in a step: 1 for a plain step, more with drafted tokens",
+    },
+    Metric {
         name: "outrider_draft_errors_total",
         kind: Kind::Counter,
         labels: &["cause"],

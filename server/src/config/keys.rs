@@ -145,6 +145,12 @@ pub const KEYS: &[Key] = &[
         help: "Tokens of one draft block, the anchor included. At most the draft's own.",
     },
     Key {
+        path: "serving.speculative.adaptive_width",
+        kind: Kind::Flag,
+        default: Default::Value("false"),
+        help: "Choose from measured costs and recent acceptance how much of a block is checked, down to none of it where drafting does not pay; false always checks whole blocks. The output is the same either way.",
+    },
+    Key {
         path: "serving.speculative.candidate_topk",
         kind: Kind::Integer { min: 1, max: 64 },
         default: Default::Unset("the draft's own"),

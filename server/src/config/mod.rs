@@ -68,6 +68,8 @@ pub struct Speculative {
     pub required: bool,
     /// Tokens of one draft block, when it is not the draft's own.
     pub draft_block_size: Option<usize>,
+    /// Whether measured costs choose how much of a block is checked.
+    pub adaptive_width: bool,
     /// Candidates per position, when it is not the draft's own.
     pub candidate_topk: Option<usize>,
     /// How drafted tokens are accepted.
@@ -201,6 +203,7 @@ impl Config {
                 enabled: values.flag("serving.speculative.enabled"),
                 required: values.flag("serving.speculative.required"),
                 draft_block_size: optional_count("serving.speculative.draft_block_size"),
+                adaptive_width: values.flag("serving.speculative.adaptive_width"),
                 candidate_topk: optional_count("serving.speculative.candidate_topk"),
                 acceptance_strategy: AcceptanceStrategy::Strict,
             },

@@ -11,6 +11,7 @@ pub mod status;
 mod step;
 #[cfg(test)]
 mod tests;
+mod width;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -47,6 +48,8 @@ pub struct EngineOptions {
     pub speculate: bool,
     /// Widest draft block in tokens, when it is not the draft's own; at least 2.
     pub draft_block_size: Option<usize>,
+    /// Whether measured costs and acceptance choose how much of a block is checked, down to nothing; otherwise it is always all of it.
+    pub adaptive_width: bool,
 }
 
 /// Makes the text side of a sequence from the request's stop strings.
@@ -292,7 +295,7 @@ fn run(
         eos_token_ids,
     } = load()?;
     beat(shared);
-    let speculation = Speculation::new(draft, options.draft_block_size);
+    let speculation = Speculation::new(draft, options.draft_block_size, options.adaptive_width);
     {
         let mut facts = lock(&shared.facts);
         facts.shape = Some(target.shape().clone());

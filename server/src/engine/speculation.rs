@@ -1,5 +1,7 @@
 //! Drafting inside a step: which sequences get a block, how wide, and what happens when the drafter fails.
 //!
+//! Taps that the drafter has not seen yet, because drafting did not pay at the time, wait in a backlog of bounded length, so that it can be taken up again at once.
+//!
 //! Nothing here can change a token: a proposal is only ever compared with the target's choice, in [`super::step`].
 //! A draft pass that fails costs its sequences one plain step each; passes that go on failing are suspended and tried again later.
 
@@ -9,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::sequence::Sequence;
 use super::status::{Drafting, SpeculationStatus};
 use super::step::panic_text;
+use super::width::{Acceptance, WidthPolicy};
 use crate::draft::{Block, DraftBatch, DraftRow, Drafter};
 use crate::model::Taps;
 
@@ -20,6 +23,9 @@ const SUSPENSION_STEPS: u32 = 64;
 
 /// Longest suspension in steps.
 const LONGEST_SUSPENSION_STEPS: u32 = 4096;
+
+/// Most tokens of a sequence whose taps wait for a draft pass.
+const BACKLOG_TOKENS: usize = 64;
 
 /// What the loader found in the place of a draft.
 pub enum Draft {
@@ -50,11 +56,13 @@ pub enum PlainCause {
     LastToken,
     /// The draft's context lags behind, after a failure or a time without drafting.
     CatchingUp,
+    /// Measured costs and acceptance say that a plain step is faster.
+    NotWorthwhile,
 }
 
 impl PlainCause {
     /// Every cause.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Unavailable,
         Self::Off,
         Self::Request,
@@ -64,6 +72,7 @@ impl PlainCause {
         Self::Context,
         Self::LastToken,
         Self::CatchingUp,
+        Self::NotWorthwhile,
     ];
 
     /// The name that metrics show.
@@ -78,6 +87,7 @@ impl PlainCause {
             Self::Context => "context",
             Self::LastToken => "last_token",
             Self::CatchingUp => "catching_up",
+            Self::NotWorthwhile => "not_worthwhile",
         }
     }
 }
@@ -87,6 +97,11 @@ impl PlainCause {
 pub(super) struct SequenceDraft {
     /// Rows of the draft context that are valid: the taps of the first `context` tokens.
     pub context: usize,
+    /// Taps of the tokens behind them that were kept, `[backlog_tokens, size]`.
+    backlog: Vec<f32>,
+    backlog_tokens: usize,
+    /// How often its drafted tokens were accepted.
+    pub acceptance: Acceptance,
     /// Tokens proposed for the positions behind the newest token.
     pub proposal: Vec<u32>,
     /// Why there is no proposal.
@@ -97,9 +112,19 @@ impl Default for SequenceDraft {
     fn default() -> Self {
         Self {
             context: 0,
+            backlog: Vec::new(),
+            backlog_tokens: 0,
+            acceptance: Acceptance::default(),
             proposal: Vec::new(),
             plain: PlainCause::CatchingUp,
         }
+    }
+}
+
+impl SequenceDraft {
+    /// Tokens, from the first one on, whose taps are in the draft's context or wait for it.
+    pub(super) fn seen(&self) -> usize {
+        self.context + self.backlog_tokens
     }
 }
 
@@ -111,6 +136,9 @@ pub(super) struct Speculation {
     block_size: usize,
     enabled: bool,
     breaker: Breaker,
+    policy: WidthPolicy,
+    /// Width of the next step over all decoding sequences.
+    planned_width: usize,
 }
 
 /// Suspends drafting after repeated failures.
@@ -149,8 +177,8 @@ impl Breaker {
 }
 
 impl Speculation {
-    /// `block_size` narrows the drafter's own.
-    pub(super) fn new(draft: Draft, block_size: Option<usize>) -> Self {
+    /// `block_size` narrows the drafter's own; `adaptive` lets measured costs choose how much of a block is checked.
+    pub(super) fn new(draft: Draft, block_size: Option<usize>, adaptive: bool) -> Self {
         let (drafter, absence) = match draft {
             Draft::Loaded(drafter) => (Some(drafter), String::new()),
             Draft::Unavailable(reason) => (None, reason),
@@ -158,12 +186,16 @@ impl Speculation {
         let widest = drafter
             .as_ref()
             .map_or(0, |drafter| drafter.shape().block_size);
+        let slots = drafter.as_ref().map_or(0, |drafter| drafter.shape().slots);
+        let block_size = block_size.map_or(widest, |size| size.min(widest));
         Self {
             drafter,
             absence,
-            block_size: block_size.map_or(widest, |size| size.min(widest)),
+            block_size,
             enabled: false,
             breaker: Breaker::default(),
+            policy: WidthPolicy::new(adaptive, slots, block_size),
+            planned_width: block_size,
         }
     }
 
@@ -209,6 +241,48 @@ impl Speculation {
         }
     }
 
+    /// Drafted tokens that are checked in the next step.
+    pub(super) fn planned_tokens(&self) -> usize {
+        self.planned_width.saturating_sub(1)
+    }
+
+    /// Takes in what a target pass over all decoding sequences cost.
+    pub(super) fn record_target(&mut self, slots: usize, width: usize, elapsed: Duration) {
+        self.policy
+            .record_target(slots, width, elapsed.as_secs_f64());
+    }
+
+    /// Takes in what became of drafted tokens.
+    pub(super) fn record_acceptance(
+        &mut self,
+        sequence: &mut Sequence,
+        checked: usize,
+        accepted: usize,
+    ) {
+        sequence.draft.acceptance.record(checked, accepted);
+        self.policy.record_acceptance(checked, accepted);
+    }
+
+    /// Plans the width of the next step over `slots` slots.
+    pub(super) fn plan<'s>(&mut self, slots: usize, sequences: impl Iterator<Item = &'s Sequence>) {
+        let (mut drafting, mut plain) = (Vec::new(), 0);
+        for sequence in sequences {
+            if self.obstacle(sequence).is_none() {
+                drafting.push(&sequence.draft.acceptance);
+            } else {
+                plain += 1;
+            }
+        }
+        if !drafting.is_empty() {
+            self.planned_width = self.policy.choose(slots, &drafting, plain);
+        }
+    }
+
+    /// Whether the taps of this row go into the backlog, and the draft pass is left out.
+    fn waits(&self, row: &DraftRow) -> bool {
+        self.planned_width == 1 && row.block.is_none() && row.context_rows <= BACKLOG_TOKENS
+    }
+
     fn context_tokens(&self) -> usize {
         self.drafter
             .as_ref()
@@ -219,18 +293,19 @@ impl Speculation {
     ///
     /// `None` when the pass is of no use to its draft context.
     fn row(&self, sequence: &Sequence, start: usize, fed: usize) -> Option<DraftRow> {
-        if self.obstacle(sequence).is_some() || sequence.draft.context != start {
+        if self.obstacle(sequence).is_some() || sequence.draft.seen() != start {
             return None;
         }
         let kept = sequence.cached().min(start + fed);
+        let context_start = sequence.draft.context;
         let mut row = DraftRow {
-            context_start: start,
-            context_rows: kept - start,
+            context_start,
+            context_rows: kept - context_start,
             block: None,
         };
         let remaining = sequence.remaining_tokens();
         // With one token left the target's next pass gives it, whatever is drafted.
-        if kept + 1 == sequence.tokens() && remaining > 1 {
+        if self.planned_width > 1 && kept + 1 == sequence.tokens() && remaining > 1 {
             let width = self
                 .block_size
                 .min(remaining + 1)
@@ -251,11 +326,11 @@ impl Speculation {
     /// `rows` has one entry per slot of the pass: the sequence in it, and from which position how many of its tokens were fed, when it took part.
     /// Afterwards every sequence that took part holds a proposal or the reason why it has none.
     /// Returns the time in the drafter.
-    pub(super) fn draft<'s, 't>(
+    pub(super) fn draft<'s>(
         &mut self,
         first_slot: usize,
         rows: impl Iterator<Item = Option<(&'s mut Sequence, Option<(usize, usize)>)>>,
-        taps: impl FnOnce() -> Taps<'t>,
+        taps: Taps<'_>,
     ) -> Duration {
         let mut sequences = Vec::new();
         let mut batch = DraftBatch {
@@ -270,13 +345,26 @@ impl Speculation {
             let wanted = fed.and_then(|(start, fed)| {
                 sequence.draft.proposal.clear();
                 sequence.draft.plain = PlainCause::CatchingUp;
-                self.row(sequence, start, fed)
+                let row = self.row(sequence, start, fed)?;
+                Some((row, row.anchor_position() - start))
             });
-            batch
-                .rows
-                .push(wanted.unwrap_or_else(|| DraftRow::gap(sequence.draft.context)));
-            if wanted.is_some() {
-                sequences.push((index, sequence));
+            match wanted {
+                Some((row, new)) if self.waits(&row) => {
+                    sequence.draft.plain = PlainCause::NotWorthwhile;
+                    if new > 0 {
+                        let size = taps.size;
+                        let first = index * taps.width * size;
+                        let new_taps = &taps.values[first..first + new * size];
+                        sequence.draft.backlog.extend_from_slice(new_taps);
+                        sequence.draft.backlog_tokens += new;
+                    }
+                    batch.rows.push(DraftRow::gap(sequence.draft.context));
+                }
+                Some((row, new)) => {
+                    batch.rows.push(row);
+                    sequences.push((index, new, sequence));
+                }
+                None => batch.rows.push(DraftRow::gap(sequence.draft.context)),
             }
         }
         if sequences.is_empty() {
@@ -286,7 +374,19 @@ impl Speculation {
             return Duration::ZERO;
         };
         let started = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| drafter.draft(&batch, taps())));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            match joined(&batch, &sequences, taps) {
+                None => drafter.draft(&batch, taps),
+                Some((values, width)) => drafter.draft(
+                    &batch,
+                    Taps {
+                        values: &values,
+                        width,
+                        ..taps
+                    },
+                ),
+            }
+        }));
         let elapsed = started.elapsed();
         let fault = match outcome {
             Ok(Ok(())) => None,
@@ -296,18 +396,25 @@ impl Speculation {
         if let Some(fault) = fault {
             tracing::warn!(fault, "a draft pass failed, going on without it");
             metrics::counter!("outrider_draft_errors_total", "cause" => "pass").increment(1);
-            for (_, sequence) in sequences {
+            for (.., sequence) in sequences {
                 sequence.draft.plain = PlainCause::DraftError;
             }
             self.breaker.record_failure(fault);
             return elapsed;
         }
         let (mut blocks, mut empty) = (0, 0);
-        for (index, sequence) in sequences {
+        for (index, _, sequence) in sequences {
             let row = &batch.rows[index];
-            sequence.draft.context = row.anchor_position();
+            let draft = &mut sequence.draft;
+            draft.context = row.anchor_position();
+            draft.backlog.clear();
+            draft.backlog_tokens = 0;
             let Some(block) = row.block else {
-                sequence.draft.plain = PlainCause::LastToken;
+                draft.plain = if self.planned_width > 1 {
+                    PlainCause::LastToken
+                } else {
+                    PlainCause::NotWorthwhile
+                };
                 continue;
             };
             blocks += 1;
@@ -325,6 +432,10 @@ impl Speculation {
                 sequence.draft.plain = PlainCause::NonFinite;
             }
         }
+        if blocks > 0 && taps.width <= self.block_size {
+            self.policy
+                .record_draft(batch.rows.len(), elapsed.as_secs_f64());
+        }
         if blocks > 0 && empty == blocks {
             self.breaker
                 .record_failure("the draft's logits are not finite".to_owned());
@@ -333,4 +444,29 @@ impl Speculation {
         }
         elapsed
     }
+}
+
+/// Taps that waited, each with the new ones of its sequence behind them, as `[rows, width, size]`; `None` when none waited.
+fn joined(
+    batch: &DraftBatch,
+    sequences: &[(usize, usize, &mut Sequence)],
+    taps: Taps<'_>,
+) -> Option<(Vec<f32>, usize)> {
+    if sequences
+        .iter()
+        .all(|(.., sequence)| sequence.draft.backlog_tokens == 0)
+    {
+        return None;
+    }
+    let width = batch.rows.iter().map(|row| row.context_rows).max()?;
+    let size = taps.size;
+    let mut values = vec![0.0; batch.rows.len() * width * size];
+    for (index, new, sequence) in sequences {
+        let waiting = &sequence.draft.backlog;
+        let new = &taps.values[index * taps.width * size..][..new * size];
+        let row = &mut values[index * width * size..];
+        row[..waiting.len()].copy_from_slice(waiting);
+        row[waiting.len()..waiting.len() + new.len()].copy_from_slice(new);
+    }
+    Some((values, width))
 }

@@ -32,6 +32,15 @@ pub(super) struct Stepper {
     arrivals: u64,
 }
 
+/// What a target pass is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PassKind {
+    /// To feed tokens that are known: a prompt, or what the drafter has missed.
+    Feed,
+    /// To choose the next tokens of all decoding sequences.
+    Decode,
+}
+
 /// What one step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StepReport {
@@ -129,19 +138,19 @@ impl Stepper {
             let fed = batch.rows[0].tokens.len();
             budget -= fed.min(budget);
             report.prefill_tokens += fed;
-            let time = self.run_pass(&batch, &[slot], &mut report);
+            let time = self.run_pass(PassKind::Feed, &batch, &[slot], &mut report);
             report.prefill_time += time;
         }
         for &slot in &decoding {
             while let Some(batch) = self.catch_up_batch(slot, budget) {
                 budget -= batch.rows[0].tokens.len().min(budget);
-                let time = self.run_pass(&batch, &[slot], &mut report);
+                let time = self.run_pass(PassKind::Feed, &batch, &[slot], &mut report);
                 report.prefill_time += time;
             }
         }
         let decoding = self.still_running(decoding);
         if let Some(batch) = self.decode_batch(&decoding) {
-            let time = self.run_pass(&batch, &decoding, &mut report);
+            let time = self.run_pass(PassKind::Decode, &batch, &decoding, &mut report);
             report.verify_time += time;
         }
         report
@@ -187,7 +196,7 @@ impl Stepper {
 
     /// Whether the taps of a pass that feeds `sequence` from position `start` on are of use to the drafter.
     fn feeds_draft(&self, sequence: &Sequence, start: usize) -> bool {
-        sequence.draft.context == start && self.speculation.obstacle(sequence).is_none()
+        sequence.draft.seen() == start && self.speculation.obstacle(sequence).is_none()
     }
 
     /// Feeds tokens of a decoding sequence again whose taps the drafter has not seen: drafting was off, or failed, when they were fed first.
@@ -195,7 +204,7 @@ impl Stepper {
     /// The rows of the cache that are written again get the values they have, since a row does not depend on the pass it is computed in.
     fn catch_up_batch(&self, slot: usize, budget: usize) -> Option<Batch> {
         let (_, sequence) = self.slots[slot].as_ref()?;
-        let start = sequence.draft.context;
+        let start = sequence.draft.seen();
         let missing = sequence
             .cached()
             .checked_sub(start)
@@ -258,7 +267,8 @@ impl Stepper {
             Some((_, sequence)) if slots.contains(&slot) => {
                 let mut tokens = sequence.pending().to_vec();
                 let first_logits = tokens.len() - 1;
-                tokens.extend(&sequence.draft.proposal);
+                let drafted = &sequence.draft.proposal;
+                tokens.extend(&drafted[..drafted.len().min(self.speculation.planned_tokens())]);
                 BatchRow {
                     start: sequence.cached(),
                     logits: first_logits..tokens.len(),
@@ -288,7 +298,13 @@ impl Stepper {
     /// Runs a pass and commits its rows to the sequences in `slots`, all of which it carries.
     ///
     /// Returns the time in the target.
-    fn run_pass(&mut self, batch: &Batch, slots: &[usize], report: &mut StepReport) -> Duration {
+    fn run_pass(
+        &mut self,
+        kind: PassKind,
+        batch: &Batch,
+        slots: &[usize],
+        report: &mut StepReport,
+    ) -> Duration {
         let started = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| self.target.forward(batch)));
         let elapsed = started.elapsed();
@@ -322,8 +338,21 @@ impl Stepper {
                 }
             }
         }
-        if batch.taps && fault.is_none() {
-            report.draft_time += self.draft(batch, slots);
+        if fault.is_none() {
+            if kind == PassKind::Decode {
+                let width = batch.rows.iter().map(|row| row.tokens.len()).max();
+                let slots_in_pass = batch.rows.len();
+                let width = width.unwrap_or(0);
+                metrics::histogram!("outrider_step_width_tokens").record(width as f64);
+                self.speculation
+                    .record_target(slots_in_pass, width, elapsed);
+                let running = slots.iter().filter_map(|&slot| self.slots[slot].as_ref());
+                self.speculation
+                    .plan(slots_in_pass, running.map(|(_, sequence)| sequence));
+            }
+            if batch.taps {
+                report.draft_time += self.draft(batch, slots);
+            }
         }
         elapsed
     }
@@ -343,7 +372,7 @@ impl Stepper {
             let took_part = slots.contains(&(batch.first_slot + index));
             Some((sequence, took_part.then_some((row.start, row.tokens.len()))))
         });
-        speculation.draft(batch.first_slot, rows, || target.taps())
+        speculation.draft(batch.first_slot, rows, target.taps())
     }
 
     /// Commits what a pass found for one sequence, and counts what became of its drafted tokens.
@@ -374,6 +403,10 @@ impl Stepper {
                 .increment(1);
         }
         metrics::histogram!("outrider_acceptance_length_tokens").record(walk.committed as f64);
+        if matches!(progress, Ok(Progress::Running)) {
+            self.speculation
+                .record_acceptance(sequence, drafted, walk.accepted);
+        }
         Ok((progress?, walk.committed))
     }
 

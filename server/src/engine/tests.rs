@@ -57,6 +57,7 @@ fn start_with(
         prefill_chunk_tokens,
         speculate: true,
         draft_block_size: None,
+        adaptive_width: false,
     };
     start_drafting(target, Draft::Unavailable("none".to_owned()), options, EOS)
 }
@@ -482,6 +483,7 @@ fn a_model_that_cannot_be_loaded_leaves_a_reason() {
         prefill_chunk_tokens: 1,
         speculate: true,
         draft_block_size: None,
+        adaptive_width: false,
     };
     let (handle, thread) = start(options, || {
         Err(ModelError::Batch("no such graph".to_owned()))

@@ -126,8 +126,8 @@ impl Target for FakeTarget {
                 logits
             });
             self.logits.push(rows.collect());
-            for position in *start..start + batch.width {
-                let token = cache[position];
+            let range = *start..start + batch.width;
+            for (position, &token) in range.clone().zip(&cache[range]) {
                 taps.extend([
                     if token == PADDING {
                         f32::NAN

@@ -315,7 +315,8 @@ impl Drafter for OnnxDraft {
             binding.bind_input(name, &Tensor::from_array(([values.len()], values))?)?;
         }
         binding.bind_input("temperature", &Tensor::from_array(([rows], temperature))?)?;
-        binding.bind_output_to_device("draft_ids", &self.allocator.memory_info())?;
+        let memory = self.allocator.memory_info();
+        binding.bind_output_to_device("draft_ids", &memory)?;
 
         self.proposals.clear();
         {

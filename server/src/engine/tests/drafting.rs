@@ -33,6 +33,7 @@ fn options(chunk: usize, draft_block_size: Option<usize>) -> EngineOptions {
         prefill_chunk_tokens: chunk,
         speculate: true,
         draft_block_size,
+        adaptive_width: false,
     }
 }
 
@@ -271,8 +272,8 @@ fn switching(target: FakeTarget, period: usize) -> (FakeTarget, Arc<OnceLock<Eng
     let target = target.before(move |_| {
         if let Some(handle) = handle.get() {
             passes += 1;
-            if passes % period == 0 {
-                let on = passes / period % 2 == 0;
+            if usize::is_multiple_of(passes, period) {
+                let on = (passes / period).is_multiple_of(2);
                 handle.set_speculation(on).expect("there is a draft");
             }
         }
@@ -405,6 +406,33 @@ fn proposals_that_stop_short_are_taken_as_far_as_they_go() {
     );
 }
 
+#[test]
+fn a_draft_that_never_pays_is_left_alone_and_taken_up_again_without_a_gap() {
+    // Wrong for the first half of the answer, right after it.
+    let script = |context: &[u32], anchor, count| {
+        let mut tokens = continuation(context, anchor, count);
+        if context.len() < 600 {
+            for token in &mut tokens {
+                *token = (*token + 1) % VOCAB_SIZE as u32;
+            }
+        }
+        Ok(tokens)
+    };
+    let request = endless(&[1, 2], 1600);
+    let drafter = FakeDrafter::new(1, 2048, BLOCK_SIZE, script);
+    let options = EngineOptions {
+        adaptive_width: true,
+        ..options(16, None)
+    };
+    with_drafter(FakeTarget::new(1, 2048), drafter, options, EOS, |handle| {
+        let (answer, usage) = split(run(handle, &request));
+        assert_eq!(answer, simulate(&request));
+        // The drafter of these tests notes every context row that is missing or wrong; here it matters that it was asked at all.
+        assert!(usage.steps > 20, "{usage:?}");
+        assert!(usage.steps < 1200, "{usage:?}");
+    });
+}
+
 /// How a drafter behaves in a property test.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
@@ -469,6 +497,7 @@ proptest! {
         behaviour in behaviours(),
         period in prop_oneof![Just(usize::MAX), 1usize..20],
         even in any::<bool>(),
+        adaptive_width in any::<bool>(),
         seed: u64,
     ) {
         let mut target = FakeTarget::new(slots, 128);
@@ -477,7 +506,8 @@ proptest! {
         }
         let (target, engine) = switching(target, period);
         let drafter = drafter(slots, behaviour, seed);
-        with_drafter(target, drafter, options(chunk, None), EOS, |handle| {
+        let options = EngineOptions { adaptive_width, ..options(chunk, None) };
+        with_drafter(target, drafter, options, EOS, |handle| {
             engine.get_or_init(|| handle.clone());
             let mut waiting = Vec::new();
             for (request, speculative, fate) in requests {

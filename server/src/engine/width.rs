@@ -1,0 +1,365 @@
+//! How many drafted tokens are worth checking: the width of the next step, from what steps cost and what was accepted lately.
+//!
+//! A step over `n` sequences commits `sum of expected tokens(width)` for the price of one target pass of that width and one draft pass.
+//! Both prices are measured all the time, relative to each other, so that a machine that slows down as a whole changes nothing.
+//! Width 1 is a plain step. The policy can only change speed: what is committed does not depend on the width.
+//!
+//! A width that was never tried is tried, and now and then another than the best one is taken again, so that the figures stay true.
+
+/// Samples of a width before its price counts as known.
+const SAMPLES: u32 = 2;
+
+/// Steps between two that are taken to learn.
+const EXPLORATION_STEPS: u32 = 32;
+
+/// Share by which a width must be better than plain steps to be taken.
+const LEAST_GAIN: f64 = 0.02;
+
+/// Weight of a new sample of the overall speed.
+const SCALE_WEIGHT: f64 = 0.2;
+
+/// Weight of a new sample of one width's price.
+const PRICE_WEIGHT: f64 = 0.1;
+
+/// A sample above this multiple of what was expected counts as that: the machine was busy with something else.
+const LARGEST_SURPRISE: f64 = 3.0;
+
+/// What is left of an old observation of acceptance when a new one comes.
+const MEMORY: f64 = 0.95;
+
+/// Observations that the average over all sequences counts for in the estimate of one.
+const PRIOR_TRIALS: f64 = 6.0;
+
+/// Share of accepted tokens that is assumed before there is any observation.
+const FIRST_GUESS: f64 = 0.5;
+
+/// How often drafted tokens were accepted, by position behind the anchor.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Acceptance {
+    /// Accepted and tried, fading; position 1 first. A position is tried when all before it were accepted.
+    positions: Vec<(f64, f64)>,
+}
+
+impl Acceptance {
+    /// Takes in that `accepted` of `checked` drafted tokens were the target's choice.
+    pub(super) fn record(&mut self, checked: usize, accepted: usize) {
+        let tried = checked.min(accepted + 1);
+        if self.positions.len() < tried {
+            self.positions.resize(tried, (0.0, 0.0));
+        }
+        for (index, (successes, trials)) in self.positions[..tried].iter_mut().enumerate() {
+            *successes = *successes * MEMORY + f64::from(u8::from(index < accepted));
+            *trials = *trials * MEMORY + 1.0;
+        }
+    }
+
+    /// Share accepted at a position, counted from 0, towards `prior` while there are few observations.
+    fn rate(&self, index: usize, prior: f64) -> f64 {
+        let (successes, trials) = self.positions.get(index).copied().unwrap_or_default();
+        (successes + prior * PRIOR_TRIALS) / (trials + PRIOR_TRIALS)
+    }
+
+    /// Tokens that a step of this width commits on average.
+    fn expected_tokens(&self, overall: &Acceptance, width: usize) -> f64 {
+        let (mut expected, mut reached) = (1.0, 1.0);
+        for index in 0..width - 1 {
+            reached *= self.rate(index, overall.rate(index, FIRST_GUESS));
+            expected += reached;
+        }
+        expected
+    }
+}
+
+/// Prices of steps over one number of slots.
+#[derive(Clone, Debug)]
+struct Prices {
+    /// Time of a step of price 1, in seconds.
+    scale: f64,
+    /// Price and number of samples of target passes by width, from width 0 on.
+    widths: Vec<(f64, u32)>,
+    /// Price of a draft pass.
+    draft: Option<f64>,
+    /// Steps since one was taken to learn.
+    since_exploration: u32,
+}
+
+impl Prices {
+    fn new(widest: usize) -> Self {
+        Self {
+            scale: 0.0,
+            widths: vec![(0.0, 0); widest + 1],
+            draft: None,
+            since_exploration: 0,
+        }
+    }
+
+    fn record_target(&mut self, width: usize, seconds: f64) {
+        let Some((price, samples)) = self.widths.get_mut(width) else {
+            return;
+        };
+        if self.scale == 0.0 {
+            self.scale = seconds;
+        }
+        if *samples == 0 {
+            *price = seconds / self.scale;
+        } else {
+            let seconds = seconds.min(LARGEST_SURPRISE * self.scale * *price);
+            self.scale += SCALE_WEIGHT * (seconds / *price - self.scale);
+            *price += PRICE_WEIGHT * (seconds / self.scale - *price);
+        }
+        *samples += 1;
+    }
+
+    fn record_draft(&mut self, seconds: f64) {
+        if self.scale > 0.0 {
+            let price = seconds / self.scale;
+            let old = *self.draft.get_or_insert(price);
+            let price = price.min(LARGEST_SURPRISE * old);
+            self.draft = Some(old + PRICE_WEIGHT * (price - old));
+        }
+    }
+
+    fn is_known(&self, width: usize) -> bool {
+        self.widths[width].1 >= SAMPLES
+    }
+
+    /// Price of a whole step.
+    fn step(&self, width: usize) -> f64 {
+        let draft = if width > 1 {
+            self.draft.unwrap_or(0.0)
+        } else {
+            0.0
+        };
+        self.widths[width].0 + draft
+    }
+}
+
+/// Chooses the width of steps.
+#[derive(Debug)]
+pub(super) struct WidthPolicy {
+    /// Whether it chooses; otherwise every step is as wide as possible.
+    adaptive: bool,
+    widest: usize,
+    /// Prices by number of slots in a pass, from one slot on.
+    prices: Vec<Prices>,
+    /// Acceptance over all sequences.
+    overall: Acceptance,
+}
+
+impl WidthPolicy {
+    /// For passes over up to `slots` slots with blocks of up to `widest` tokens.
+    pub(super) fn new(adaptive: bool, slots: usize, widest: usize) -> Self {
+        Self {
+            adaptive,
+            widest,
+            prices: vec![Prices::new(widest); slots],
+            overall: Acceptance::default(),
+        }
+    }
+
+    /// A target pass over `slots` slots with this many rows each took this long.
+    pub(super) fn record_target(&mut self, slots: usize, width: usize, seconds: f64) {
+        if let Some(prices) = self.prices.get_mut(slots - 1) {
+            prices.record_target(width, seconds);
+        }
+    }
+
+    /// A draft pass over `slots` slots took this long.
+    pub(super) fn record_draft(&mut self, slots: usize, seconds: f64) {
+        if let Some(prices) = self.prices.get_mut(slots - 1) {
+            prices.record_draft(seconds);
+        }
+    }
+
+    /// Some sequence had `accepted` of `checked` drafted tokens accepted.
+    pub(super) fn record_acceptance(&mut self, checked: usize, accepted: usize) {
+        self.overall.record(checked, accepted);
+    }
+
+    /// Width of the next step over `slots` slots, for sequences with this acceptance and others that take plain steps whatever happens; 1 is a plain step.
+    pub(super) fn choose(
+        &mut self,
+        slots: usize,
+        sequences: &[&Acceptance],
+        plain_sequences: usize,
+    ) -> usize {
+        let Some(prices) = self.prices.get_mut(slots.saturating_sub(1)) else {
+            return self.widest;
+        };
+        if !self.adaptive || self.widest <= 1 {
+            return self.widest;
+        }
+        if prices.draft.is_none() {
+            return self.widest;
+        }
+        // The widest first: it is the one that pays where drafting pays at all.
+        if let Some(width) = (1..=self.widest)
+            .rev()
+            .find(|&width| !prices.is_known(width))
+        {
+            return width;
+        }
+        let value = |width: usize| {
+            let tokens: f64 = sequences
+                .iter()
+                .map(|acceptance| acceptance.expected_tokens(&self.overall, width))
+                .sum();
+            (tokens + plain_sequences as f64) / prices.step(width)
+        };
+        let plain = value(1);
+        let best = (2..=self.widest)
+            .map(|width| (width, value(width)))
+            .max_by(|a, b| a.1.total_cmp(&b.1))
+            .filter(|(_, value)| *value > plain * (1.0 + LEAST_GAIN))
+            .map_or(1, |(width, _)| width);
+        prices.since_exploration += 1;
+        if prices.since_exploration < EXPLORATION_STEPS {
+            return best;
+        }
+        prices.since_exploration = 0;
+        if best == 1 {
+            // Wide enough to learn about acceptance, narrow enough to cost little.
+            return self.widest.min(4);
+        }
+        (1..=self.widest)
+            .min_by_key(|&width| prices.widths[width].1)
+            .unwrap_or(best)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A world with these prices, in which a drafted token is accepted with these chances by position.
+    struct World {
+        target: Vec<f64>,
+        draft: f64,
+        chances: Vec<f64>,
+        state: u64,
+    }
+
+    impl World {
+        fn random(&mut self) -> f64 {
+            self.state = self
+                .state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (self.state >> 11) as f64 / (1u64 << 53) as f64
+        }
+
+        fn accepted(&mut self, checked: usize) -> usize {
+            (0..checked)
+                .take_while(|&index| {
+                    let chance = self.chances[index];
+                    self.random() < chance
+                })
+                .count()
+        }
+
+        /// Tokens a second with this width for ever.
+        fn rate(&self, width: usize) -> f64 {
+            let (mut tokens, mut reached) = (1.0, 1.0);
+            for chance in &self.chances[..width - 1] {
+                reached *= chance;
+                tokens += reached;
+            }
+            let draft = if width > 1 { self.draft } else { 0.0 };
+            tokens / (self.target[width] + draft)
+        }
+
+        /// Tokens a second under a policy, and how often each width was taken.
+        fn run(&mut self, policy: &mut WidthPolicy, steps: usize, noise: f64) -> (f64, Vec<usize>) {
+            let mut acceptance = Acceptance::default();
+            let (mut tokens, mut time) = (0.0, 0.0);
+            let mut widths = vec![0; self.target.len()];
+            for _ in 0..steps {
+                let width = policy.choose(1, &[&acceptance], 0);
+                widths[width] += 1;
+                let slow = 1.0 + noise * self.random();
+                policy.record_target(1, width, self.target[width] * slow);
+                time += self.target[width];
+                tokens += 1.0;
+                if width > 1 {
+                    policy.record_draft(1, self.draft * slow);
+                    time += self.draft;
+                    let accepted = self.accepted(width - 1);
+                    acceptance.record(width - 1, accepted);
+                    policy.record_acceptance(width - 1, accepted);
+                    tokens += accepted as f64;
+                }
+            }
+            (tokens / time, widths)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_hardly_slower_than_the_best_width_and_never_much_slower_than_plain_steps(
+            row in 0.0f64..0.3,
+            draft in 0.02f64..0.8,
+            first in 0.0f64..1.0,
+            fading in 0.7f64..1.0,
+            noise in 0.0f64..0.5,
+            state: u64,
+        ) {
+            let widest = 8;
+            let mut world = World {
+                target: (0..=widest).map(|width| 0.01 * (1.0 + row * width as f64)).collect(),
+                draft: 0.01 * draft,
+                chances: (0..widest).map(|index| first * fading.powi(index as i32)).collect(),
+                state,
+            };
+            let best = (1..=widest).map(|width| world.rate(width)).fold(0.0, f64::max);
+            let plain = world.rate(1);
+            let (rate, widths) = world.run(&mut WidthPolicy::new(true, 1, widest), 4000, noise);
+            prop_assert!(rate > 0.9 * best, "{rate} of {best}, plain {plain}, widths {widths:?}");
+            prop_assert!(rate > 0.95 * plain, "{rate} of plain {plain}, widths {widths:?}");
+        }
+    }
+
+    fn good_world() -> World {
+        World {
+            target: vec![0.0, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35],
+            draft: 0.15,
+            chances: vec![0.9; 8],
+            state: 1,
+        }
+    }
+
+    #[test]
+    fn it_turns_to_plain_steps_when_acceptance_falls_and_back_when_it_rises() {
+        let mut world = good_world();
+        let mut policy = WidthPolicy::new(true, 1, 8);
+        let (_, widths) = world.run(&mut policy, 1000, 0.0);
+        assert!(widths[8] > 900, "{widths:?}");
+        world.chances = vec![0.02; 8];
+        let (_, widths) = world.run(&mut policy, 1000, 0.0);
+        assert!(widths[1] > 850, "{widths:?}");
+        world.chances = vec![0.9; 8];
+        let (_, widths) = world.run(&mut policy, 3000, 0.0);
+        assert!(widths[8] > 1000, "{widths:?}");
+    }
+
+    #[test]
+    fn a_fixed_width_is_kept_to() {
+        let mut world = good_world();
+        world.chances = vec![0.0; 8];
+        let (_, widths) = world.run(&mut WidthPolicy::new(false, 1, 8), 100, 0.0);
+        assert_eq!(widths[8], 100);
+    }
+
+    #[test]
+    fn a_machine_that_slows_down_as_a_whole_changes_nothing() {
+        let mut world = good_world();
+        let mut policy = WidthPolicy::new(true, 1, 8);
+        world.run(&mut policy, 500, 0.0);
+        for time in &mut world.target {
+            *time *= 5.0;
+        }
+        world.draft *= 5.0;
+        let (_, widths) = world.run(&mut policy, 500, 0.0);
+        assert!(widths[8] > 420, "{widths:?}");
+    }
+}
