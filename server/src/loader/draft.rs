@@ -134,6 +134,7 @@ mod tests {
             enabled: true,
             required: false,
             draft_block_size: block_size,
+            adaptive_width: false,
             candidate_topk: topk,
             acceptance_strategy: AcceptanceStrategy::Strict,
         }

@@ -315,8 +315,7 @@ impl Drafter for OnnxDraft {
             binding.bind_input(name, &Tensor::from_array(([values.len()], values))?)?;
         }
         binding.bind_input("temperature", &Tensor::from_array(([rows], temperature))?)?;
-        let memory = self.allocator.memory_info();
-        binding.bind_output_to_device("draft_ids", &memory)?;
+        binding.bind_output_to_device("draft_ids", self.allocator.memory_info())?;
 
         self.proposals.clear();
         {
