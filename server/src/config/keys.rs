@@ -147,7 +147,7 @@ pub const KEYS: &[Key] = &[
     Key {
         path: "serving.speculative.adaptive_width",
         kind: Kind::Flag,
-        default: Default::Value("false"),
+        default: Default::Value("true"),
         help: "Choose from measured costs and recent acceptance how much of a block is checked, down to none of it where drafting does not pay; false always checks whole blocks. The output is the same either way.",
     },
     Key {

@@ -123,7 +123,9 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
             .set("serving.runtime.kv_cache_ratio", 0.9)
             .set("serving.speculative.enabled", true);
     if let Some(block_size) = args.block_size {
-        command = command.set("serving.speculative.draft_block_size", block_size);
+        command = command
+            .set("serving.speculative.draft_block_size", block_size)
+            .set("serving.speculative.adaptive_width", false);
     }
     let session = Session::start(&command)?;
     if let Some(reason) = session.unavailable() {

@@ -47,7 +47,9 @@ pub fn run(
         let key = &same_server[0].server;
         let command = command(key)?
             .set("serving.speculative.enabled", true)
-            .set("serving.speculative.draft_block_size", key.block_size);
+            .set("serving.speculative.draft_block_size", key.block_size)
+            // Every block is checked whole: fewer drafted tokens would be a weaker proof.
+            .set("serving.speculative.adaptive_width", false);
         let session = Session::start(&command)
             .with_context(|| format!("cannot start the server for {key:?}"))?;
         report.bundle(ServedBundle {
