@@ -56,7 +56,7 @@ pub struct Args {
     /// Softmax temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Tokens of one draft block [default: the draft's own]
+    /// Check whole blocks of this many tokens, instead of what the server finds to pay
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
     /// Directory for decode.json and decode.svg [default: .outrider/bench]
