@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 
 use crate::build;
+use crate::fetch;
 use crate::python::Python;
 use crate::reference;
 use crate::workspace::Workspace;
@@ -32,6 +33,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     for precision in reference::PRECISIONS {
         reference::ensure(&workspace, precision)?;
     }
+    fetch::fetch_named(&workspace, &["nvrtc"])?;
     Python::ensure(&workspace)?;
 
     // `cargo test` builds no binary that only another package's tests start.

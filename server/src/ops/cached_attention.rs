@@ -34,7 +34,6 @@ use ort::{
 use super::{
     DOMAIN_VERSION,
     adapter::{
-        AttributeReader,
         attention::{Cache, read_attributes, run, written},
         check_apart, contain_panics, infer_like,
     },
@@ -110,12 +109,8 @@ impl<T: Element + PrimitiveTensorElementType> Operator for CachedAttention<T> {
         &self,
         context: &KernelContext<'attr>,
     ) -> ort::Result<Self::Kernel<'attr>> {
-        let reader = AttributeReader {
-            operator: NAME,
-            context,
-        };
         Ok(CachedAttentionKernel {
-            attributes: read_attributes(&reader)?,
+            attributes: read_attributes(NAME, context)?,
             element: PhantomData,
         })
     }
@@ -177,20 +172,21 @@ impl<T: Element + PrimitiveTensorElementType> CachedAttentionKernel<T> {
         let updated_values = RawTensor::<T>::output(context, 2, value_cache.shape())?;
 
         let read = [
-            key_cache.addresses(),
-            value_cache.addresses(),
             query.addresses(),
             key.addresses(),
             value.addresses(),
+            key_cache.addresses(),
+            value_cache.addresses(),
             position_ids.addresses(),
             write_indices.addresses(),
             nonpad_kv_seqlen.addresses(),
             cos.addresses(),
             sin.addresses(),
-            q_norm.map_or(0..0, |tensor| tensor.addresses()),
-            k_norm.map_or(0..0, |tensor| tensor.addresses()),
+            RawTensor::addresses_of(&q_norm),
+            RawTensor::addresses_of(&k_norm),
         ];
-        check_apart(&read, &written(&output, [&updated_keys, &updated_values]))?;
+        let updated = [(3, &updated_keys), (4, &updated_values)];
+        check_apart(&read, &written(&output, updated))?;
 
         // SAFETY: none of these overlaps memory that is written, by the check above.
         let inputs = unsafe {

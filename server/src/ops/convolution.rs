@@ -7,7 +7,7 @@
 //! A row depends on itself and the rows before it, so padding behind a block changes nothing; sums have one order, so no bit depends on the batch.
 
 #[cfg(test)]
-mod tests;
+pub(in crate::ops) mod tests;
 
 use std::cell::Cell;
 
@@ -59,7 +59,8 @@ pub struct Shapes<'a> {
 /// Sizes of one call, checked against each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    attributes: Attributes,
+    /// Attributes of the operator.
+    pub attributes: Attributes,
     /// Sequences.
     pub batch: usize,
     /// Rows of each sequence's block.

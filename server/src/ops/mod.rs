@@ -3,11 +3,11 @@
 //! [`attention`], [`convolution`], [`selector`] and [`simd`] are plain computations over slices.
 //! [`cached_attention`], [`block_attention`], [`grouped_dynamic_conv`] and [`path_selector`] make them operators; with [`adapter`] and [`tensor`] they are the
 //! only modules here that know ONNX Runtime.
-//! A session gets all operators with `builder.with_operators(ops::domain()?)`.
+//! A session gets all operators with `builder.with_operators(ops::domain()?)`, or [`cuda::domain`] where it runs on a CUDA device.
 
 #![expect(
     unsafe_code,
-    reason = "SIMD intrinsics, slices that tasks write in parallel, and memory that belongs to ONNX Runtime"
+    reason = "SIMD intrinsics, slices that tasks write in parallel, memory that belongs to ONNX Runtime, and CUDA"
 )]
 
 pub mod adapter;
@@ -15,6 +15,7 @@ pub mod attention;
 pub mod block_attention;
 pub mod cached_attention;
 pub mod convolution;
+pub mod cuda;
 pub mod element;
 pub mod error;
 pub mod grouped_dynamic_conv;

@@ -20,7 +20,10 @@
 #[cfg(test)]
 mod tests;
 
-use std::{marker::PhantomData, ops::RangeInclusive};
+use std::{
+    marker::PhantomData,
+    ops::{Range, RangeInclusive},
+};
 
 use ort::{
     operator::{ComputeContext, Kernel, KernelContext, Operator, OperatorInput, OperatorOutput},
@@ -124,74 +127,14 @@ impl<T: Element + PrimitiveTensorElementType> Kernel for PathSelectorKernel<T> {
 
 impl<T: Element + PrimitiveTensorElementType> PathSelectorKernel<T> {
     fn run(&self, context: &ComputeContext) -> ort::Result<()> {
-        let integers = |index, name| RawTensor::<i64>::required_input(context, index, name);
-        let logits = RawTensor::<f32>::required_input(context, 0, "logits")?;
-        let block_ids = integers(1, "block_ids")?;
-        let block_position_ids = integers(2, "block_position_ids")?;
-        let block_rows = integers(3, "block_rows")?;
-        let temperature = RawTensor::<f32>::required_input(context, 4, "temperature")?;
-        let seed = integers(5, "seed")?;
-        let candidate_topk = integers(6, "candidate_topk")?;
-        let hidden = RawTensor::<T>::input(context, 7)?;
-        let predecessor = RawTensor::<T>::input(context, 8)?;
-        let successor = RawTensor::<T>::input(context, 9)?;
-        let column_token_ids = RawTensor::<i64>::input(context, 10)?;
-
-        let shapes = Shapes {
-            logits: logits.shape(),
-            block_ids: block_ids.shape(),
-            block_position_ids: block_position_ids.shape(),
-            block_rows: block_rows.shape(),
-            temperature: temperature.shape(),
-            seed: seed.shape(),
-            candidate_topk: candidate_topk.shape(),
-            codebooks: [hidden, predecessor, successor]
-                .map(|input| input.map(|input| input.shape())),
-            column_token_ids: column_token_ids.map(|input| input.shape()),
-        };
-        let geometry = Geometry::new(self.top_k, &shapes).map_err(ort::Error::wrap)?;
-
-        let [batch, slots, top_k] =
-            [geometry.batch, geometry.slots, geometry.top_k].map(|size| size as i64);
-        let draft_ids = RawTensor::<i64>::output(context, 0, &[batch, slots])?
-            .ok_or_else(|| ort::Error::new("output 0 is missing"))?;
-        let candidate_ids = RawTensor::<i64>::output(context, 1, &[batch, slots, top_k])?;
-        let path_scores = RawTensor::<f32>::output(context, 2, &[batch, slots, top_k])?;
-
-        let read = [
-            logits.addresses(),
-            block_ids.addresses(),
-            block_position_ids.addresses(),
-            block_rows.addresses(),
-            temperature.addresses(),
-            seed.addresses(),
-            candidate_topk.addresses(),
-            hidden.map_or(0..0, |input| input.addresses()),
-            predecessor.map_or(0..0, |input| input.addresses()),
-            successor.map_or(0..0, |input| input.addresses()),
-            column_token_ids.map_or(0..0, |input| input.addresses()),
-        ];
-        let written = [
-            ("draft_ids", draft_ids.addresses()),
-            (
-                "candidate_ids",
-                candidate_ids.map_or(0..0, |output| output.addresses()),
-            ),
-            (
-                "path_scores",
-                path_scores.map_or(0..0, |output| output.addresses()),
-            ),
-        ]
-        .map(|(name, memory)| Written {
-            name,
-            memory,
-            in_place_of: None,
-        });
-        check_apart(&read, &written)?;
-
-        // SAFETY: no output overlaps an input or another output, by the check above; every bit pattern is a value of the element types.
+        let mut tensors = Tensors::<T>::of(context, self.top_k)?;
+        // SAFETY: no output overlaps an input or another output, by the check of the tensors; every bit pattern is a value of the element types.
         let (inputs, outputs) = unsafe {
-            let codebooks = match (hidden, predecessor, successor) {
+            let codebooks = match (
+                tensors.selector_hidden,
+                tensors.predecessor_codebook,
+                tensors.successor_codebook,
+            ) {
                 (Some(hidden), Some(predecessor), Some(successor)) => Some(Codebooks {
                     hidden: hidden.slice(),
                     predecessor: predecessor.slice(),
@@ -200,23 +143,135 @@ impl<T: Element + PrimitiveTensorElementType> PathSelectorKernel<T> {
                 _ => None,
             };
             let inputs = Inputs {
-                logits: logits.slice(),
-                block_ids: block_ids.slice(),
-                block_position_ids: block_position_ids.slice(),
-                block_rows: block_rows.slice(),
-                temperature: temperature.slice(),
-                seed: seed.slice(),
-                candidate_topk: candidate_topk.slice(),
+                logits: tensors.logits.slice(),
+                block_ids: tensors.block_ids.slice(),
+                block_position_ids: tensors.block_position_ids.slice(),
+                block_rows: tensors.block_rows.slice(),
+                temperature: tensors.temperature.slice(),
+                seed: tensors.seed.slice(),
+                candidate_topk: tensors.candidate_topk.slice(),
                 codebooks,
-                column_token_ids: column_token_ids.map(|input| input.slice()),
+                column_token_ids: tensors.column_token_ids.map(|input| input.slice()),
             };
             let outputs = Outputs {
-                draft_ids: { draft_ids }.slice_mut(),
-                candidate_ids: candidate_ids.map(|mut output| output.slice_mut()),
-                path_scores: path_scores.map(|mut output| output.slice_mut()),
+                draft_ids: tensors.draft_ids.slice_mut(),
+                candidate_ids: tensors.candidate_ids.map(|mut output| output.slice_mut()),
+                path_scores: tensors.path_scores.map(|mut output| output.slice_mut()),
             };
             (inputs, outputs)
         };
-        selector::select(&geometry, &inputs, outputs, &OrtPool(context)).map_err(ort::Error::wrap)
+        selector::select(&tensors.geometry, &inputs, outputs, &OrtPool(context))
+            .map_err(ort::Error::wrap)
+    }
+}
+
+/// The tensors of one call: their shapes agree, and what is written is apart from everything else.
+pub struct Tensors<'a, T> {
+    /// The sizes.
+    pub geometry: Geometry,
+    logits: RawTensor<'a, f32>,
+    block_ids: RawTensor<'a, i64>,
+    block_position_ids: RawTensor<'a, i64>,
+    block_rows: RawTensor<'a, i64>,
+    temperature: RawTensor<'a, f32>,
+    seed: RawTensor<'a, i64>,
+    candidate_topk: RawTensor<'a, i64>,
+    selector_hidden: Option<RawTensor<'a, T>>,
+    predecessor_codebook: Option<RawTensor<'a, T>>,
+    successor_codebook: Option<RawTensor<'a, T>>,
+    column_token_ids: Option<RawTensor<'a, i64>>,
+    draft_ids: RawTensor<'a, i64>,
+    candidate_ids: Option<RawTensor<'a, i64>>,
+    path_scores: Option<RawTensor<'a, f32>>,
+}
+
+impl<'a, T: PrimitiveTensorElementType> Tensors<'a, T> {
+    /// Reads and checks the inputs of a node that runs, and allocates its outputs.
+    pub fn of(context: &'a ComputeContext, top_k: usize) -> ort::Result<Self> {
+        let integers = |index, name| RawTensor::<i64>::required_input(context, index, name);
+        let floats = |index, name| RawTensor::<f32>::required_input(context, index, name);
+        let logits = floats(0, "logits")?;
+        let block_ids = integers(1, "block_ids")?;
+        let block_position_ids = integers(2, "block_position_ids")?;
+        let block_rows = integers(3, "block_rows")?;
+        let temperature = floats(4, "temperature")?;
+        let seed = integers(5, "seed")?;
+        let candidate_topk = integers(6, "candidate_topk")?;
+        let selector_hidden = RawTensor::<T>::input(context, 7)?;
+        let predecessor_codebook = RawTensor::<T>::input(context, 8)?;
+        let successor_codebook = RawTensor::<T>::input(context, 9)?;
+        let column_token_ids = RawTensor::<i64>::input(context, 10)?;
+        let shapes = Shapes {
+            logits: logits.shape(),
+            block_ids: block_ids.shape(),
+            block_position_ids: block_position_ids.shape(),
+            block_rows: block_rows.shape(),
+            temperature: temperature.shape(),
+            seed: seed.shape(),
+            candidate_topk: candidate_topk.shape(),
+            codebooks: [&selector_hidden, &predecessor_codebook, &successor_codebook]
+                .map(|input| input.as_ref().map(RawTensor::shape)),
+            column_token_ids: column_token_ids.map(|input| input.shape()),
+        };
+        let geometry = Geometry::new(top_k, &shapes).map_err(ort::Error::wrap)?;
+        let [batch, slots, top_k] =
+            [geometry.batch, geometry.slots, geometry.top_k].map(|size| size as i64);
+        let tensors = Self {
+            geometry,
+            draft_ids: RawTensor::output(context, 0, &[batch, slots])?
+                .ok_or_else(|| ort::Error::new("output 0 is missing"))?,
+            candidate_ids: RawTensor::output(context, 1, &[batch, slots, top_k])?,
+            path_scores: RawTensor::output(context, 2, &[batch, slots, top_k])?,
+            logits,
+            block_ids,
+            block_position_ids,
+            block_rows,
+            temperature,
+            seed,
+            candidate_topk,
+            selector_hidden,
+            predecessor_codebook,
+            successor_codebook,
+            column_token_ids,
+        };
+        let [draft_ids, candidate_ids, path_scores] = tensors.outputs();
+        let written = [
+            ("draft_ids", draft_ids),
+            ("candidate_ids", candidate_ids),
+            ("path_scores", path_scores),
+        ]
+        .map(|(name, memory)| Written {
+            name,
+            memory,
+            in_place_of: None,
+        });
+        check_apart(&tensors.inputs(), &written)?;
+        Ok(tensors)
+    }
+
+    /// The memory of the inputs, in their order.
+    pub fn inputs(&self) -> [Range<usize>; 11] {
+        [
+            self.logits.addresses(),
+            self.block_ids.addresses(),
+            self.block_position_ids.addresses(),
+            self.block_rows.addresses(),
+            self.temperature.addresses(),
+            self.seed.addresses(),
+            self.candidate_topk.addresses(),
+            RawTensor::addresses_of(&self.selector_hidden),
+            RawTensor::addresses_of(&self.predecessor_codebook),
+            RawTensor::addresses_of(&self.successor_codebook),
+            RawTensor::addresses_of(&self.column_token_ids),
+        ]
+    }
+
+    /// The memory of the outputs, in their order.
+    pub fn outputs(&self) -> [Range<usize>; 3] {
+        [
+            self.draft_ids.addresses(),
+            RawTensor::addresses_of(&self.candidate_ids),
+            RawTensor::addresses_of(&self.path_scores),
+        ]
     }
 }

@@ -13,7 +13,7 @@ pub mod top_k;
 pub mod walk;
 
 #[cfg(test)]
-mod tests;
+pub(in crate::ops) mod tests;
 
 use self::{
     top_k::{Candidate, top_k},

@@ -107,6 +107,11 @@ impl<'a, T: PrimitiveTensorElementType> RawTensor<'a, T> {
         start..start + self.elements * size_of::<T>()
     }
 
+    /// The addresses of the elements of a tensor that may be absent.
+    pub fn addresses_of(tensor: &Option<Self>) -> Range<usize> {
+        tensor.as_ref().map_or(0..0, Self::addresses)
+    }
+
     /// Its elements.
     ///
     /// # Safety

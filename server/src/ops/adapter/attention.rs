@@ -2,7 +2,10 @@
 
 use std::cell::Cell;
 
-use ort::{operator::ComputeContext, value::PrimitiveTensorElementType};
+use ort::{
+    operator::{ComputeContext, KernelContext},
+    value::PrimitiveTensorElementType,
+};
 
 use super::{AttributeReader, OrtPool, Written};
 use crate::ops::{
@@ -12,7 +15,11 @@ use crate::ops::{
 };
 
 /// Reads and checks the attributes of a node.
-pub fn read_attributes(reader: &AttributeReader<'_, '_>) -> ort::Result<Attributes> {
+pub fn read_attributes(
+    operator: &'static str,
+    context: &KernelContext<'_>,
+) -> ort::Result<Attributes> {
+    let reader = AttributeReader { operator, context };
     let attributes = Attributes {
         num_heads: reader.count("num_heads", None)?,
         kv_num_heads: reader.count("kv_num_heads", None)?,
@@ -39,10 +46,10 @@ pub struct Cache<'a, T> {
     pub updated: Option<RawTensor<'a, T>>,
 }
 
-/// The outputs of a node whose inputs are listed with the key cache first and the value cache second.
+/// The outputs of a node: the attention, then the updated caches, each with the number of the input that it may be the same memory as.
 pub fn written<T: PrimitiveTensorElementType>(
     output: &RawTensor<'_, T>,
-    updated: [&Option<RawTensor<'_, T>>; 2],
+    updated: [(usize, &Option<RawTensor<'_, T>>); 2],
 ) -> Vec<Written> {
     let mut written = vec![Written {
         name: "output",
@@ -50,7 +57,7 @@ pub fn written<T: PrimitiveTensorElementType>(
         in_place_of: None,
     }];
     let names = ["updated_key_cache", "updated_value_cache"];
-    for (input, (name, updated)) in names.into_iter().zip(updated).enumerate() {
+    for (name, (input, updated)) in names.into_iter().zip(updated) {
         written.extend(updated.as_ref().map(|updated| Written {
             name,
             memory: updated.addresses(),

@@ -4,18 +4,20 @@ use proptest::prelude::*;
 use super::*;
 use crate::ops::testing::{Backwards, Numbers, Threads, bits, exact, relative_error};
 
+/// Sizes of one random call.
 #[derive(Clone, Debug)]
-struct Setting {
-    attributes: Attributes,
-    batch: usize,
-    rows: usize,
-    groups: usize,
-    taps: usize,
-    seed: u64,
+pub struct Setting {
+    pub attributes: Attributes,
+    pub batch: usize,
+    pub rows: usize,
+    pub groups: usize,
+    pub taps: usize,
+    pub seed: u64,
 }
 
 prop_compose! {
-    fn settings()(
+    /// Any call.
+    pub fn settings()(
         side in 0..2_usize,
         group_size in prop_oneof![Just(1_usize), Just(16), 1..40_usize],
         groups in prop_oneof![1..6_usize, Just(40)],
@@ -26,10 +28,10 @@ prop_compose! {
     }
 }
 
-struct Tensors<T> {
-    x: Vec<T>,
-    coefficients: Vec<T>,
-    base: Vec<T>,
+pub struct Tensors<T> {
+    pub x: Vec<T>,
+    pub coefficients: Vec<T>,
+    pub base: Vec<T>,
 }
 
 impl Setting {
@@ -37,7 +39,7 @@ impl Setting {
         self.groups * self.attributes.group_size
     }
 
-    fn tensors<T: Element>(&self) -> Tensors<T> {
+    pub fn tensors<T: Element>(&self) -> Tensors<T> {
         let mut numbers = Numbers(self.seed);
         let rows = self.batch * self.rows;
         Tensors {
@@ -47,7 +49,7 @@ impl Setting {
         }
     }
 
-    fn geometry(&self) -> Geometry {
+    pub fn geometry(&self) -> Geometry {
         let [batch, rows, channels, taps, groups] = [
             self.batch,
             self.rows,
@@ -64,7 +66,7 @@ impl Setting {
         Geometry::new(self.attributes, &shapes).unwrap()
     }
 
-    fn run<T: Element>(&self, tensors: &Tensors<T>, pool: &impl Pool) -> Vec<T> {
+    pub fn run<T: Element>(&self, tensors: &Tensors<T>, pool: &impl Pool) -> Vec<T> {
         let inputs = Inputs {
             x: &tensors.x,
             coefficients: &tensors.coefficients,

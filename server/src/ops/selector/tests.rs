@@ -12,16 +12,17 @@ use crate::{
 
 /// Sizes and options of one random call.
 #[derive(Clone, Debug)]
-struct Setting {
-    geometry: Geometry,
-    candidates: usize,
-    block_rows: Vec<usize>,
-    temperature: f32,
-    seed: u64,
+pub struct Setting {
+    pub geometry: Geometry,
+    pub candidates: usize,
+    pub block_rows: Vec<usize>,
+    pub temperature: f32,
+    pub seed: u64,
 }
 
 prop_compose! {
-    fn settings(has_codebooks: bool)(
+    /// Any call.
+    pub fn settings(has_codebooks: bool)(
         (batch, slots) in (1..4_usize, 1..8_usize),
         columns in prop_oneof![20..100_usize, 500..3000_usize],
         (top_k, rank) in (1..17_usize, 1..40_usize),
@@ -46,29 +47,29 @@ prop_compose! {
     }
 }
 
-struct Tensors<T> {
-    logits: Vec<f32>,
-    block_ids: Vec<i64>,
-    block_position_ids: Vec<i64>,
-    block_rows: Vec<i64>,
-    temperature: Vec<f32>,
-    seed: Vec<i64>,
-    candidate_topk: [i64; 1],
-    hidden: Vec<T>,
-    predecessor: Vec<T>,
-    successor: Vec<T>,
-    column_token_ids: Option<Vec<i64>>,
+pub struct Tensors<T> {
+    pub logits: Vec<f32>,
+    pub block_ids: Vec<i64>,
+    pub block_position_ids: Vec<i64>,
+    pub block_rows: Vec<i64>,
+    pub temperature: Vec<f32>,
+    pub seed: Vec<i64>,
+    pub candidate_topk: [i64; 1],
+    pub hidden: Vec<T>,
+    pub predecessor: Vec<T>,
+    pub successor: Vec<T>,
+    pub column_token_ids: Option<Vec<i64>>,
 }
 
 #[derive(Debug, PartialEq)]
-struct Proposal {
-    drafts: Vec<i64>,
-    candidates: Vec<i64>,
-    scores: Vec<f32>,
+pub struct Proposal {
+    pub drafts: Vec<i64>,
+    pub candidates: Vec<i64>,
+    pub scores: Vec<f32>,
 }
 
 impl Setting {
-    fn tensors<T: Element>(&self) -> Tensors<T> {
+    pub fn tensors<T: Element>(&self) -> Tensors<T> {
         let Geometry {
             batch,
             slots,
@@ -137,7 +138,7 @@ impl Setting {
         Ok(proposal)
     }
 
-    fn run<T: Element>(&self, tensors: &Tensors<T>, pool: &impl Pool) -> Proposal {
+    pub fn run<T: Element>(&self, tensors: &Tensors<T>, pool: &impl Pool) -> Proposal {
         self.try_run(tensors, pool).unwrap()
     }
 
@@ -146,7 +147,7 @@ impl Setting {
     }
 
     /// Checks a proposal slot by slot against the definition in `f64`, along the path it took.
-    fn check<T: Element>(&self, tensors: &Tensors<T>, proposal: &Proposal) {
+    pub fn check<T: Element>(&self, tensors: &Tensors<T>, proposal: &Proposal) {
         let Geometry {
             top_k,
             batch,
