@@ -25,7 +25,7 @@ pub mod draft;
 
 use std::collections::BTreeMap;
 
-use crate::facts::{Dim, GraphFacts, STANDARD_DOMAIN, ValueFacts};
+use crate::facts::{Dim, GraphFacts, STANDARD_DOMAIN, ValueFacts, external_path};
 use crate::manifest::{Attention, FileEntry, TargetFacts};
 use crate::paths::{PathError, check_relative};
 
@@ -353,10 +353,7 @@ pub fn check_external_files(
             });
             continue;
         }
-        let path = match graph_path.rsplit_once('/') {
-            Some((dir, _)) => format!("{dir}/{location}"),
-            None => location.clone(),
-        };
+        let path = external_path(graph_path, location);
         match files.get(&path) {
             None => errors.push(FactError::ExternalUnlisted { path }),
             Some(entry) if entry.size_bytes < needed_bytes => {

@@ -43,6 +43,14 @@ pub enum GraphError {
     },
 }
 
+/// Path in the bundle of an external file that a graph at `graph_path` has at `location`, which starts at the graph's own directory.
+pub(crate) fn external_path(graph_path: &str, location: &str) -> String {
+    match graph_path.rsplit_once('/') {
+        Some((dir, _)) => format!("{dir}/{location}"),
+        None => location.to_owned(),
+    }
+}
+
 /// Facts about one graph.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct GraphFacts {
@@ -130,12 +138,9 @@ impl GraphFacts {
 
     /// Paths in the bundle of the external files of a graph that is at `graph_path` in it.
     pub fn external_paths(&self, graph_path: &str) -> impl Iterator<Item = String> {
-        let dir = graph_path
-            .rsplit_once('/')
-            .map_or_else(String::new, |(dir, _)| format!("{dir}/"));
         self.external_files
             .keys()
-            .map(move |location| format!("{dir}{location}"))
+            .map(move |location| external_path(graph_path, location))
     }
 
     /// Reads the facts of a `.onnx` file from its content.
