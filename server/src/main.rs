@@ -200,25 +200,27 @@ fn start_logging(config: &Config) -> Result<(), String> {
         LogFormat::Text => output.boxed(),
         LogFormat::Json => output.json().flatten_event(true).boxed(),
     };
-    // The libraries below have much to say that is of no use to an operator, until one looks for a fault.
-    let level = config.logging.level;
+    tracing_subscriber::registry()
+        .with(output.with_filter(filter(config.logging.level)))
+        .init();
+    Ok(())
+}
+
+/// What is logged at a level of ours. The libraries below have much to say that is of no use to an operator, until one looks for a fault.
+fn filter(level: Level) -> Targets {
     let of_libraries = if level > Level::INFO {
         level
     } else {
         level.min(Level::WARN)
     };
-    let filter = Targets::new()
+    Targets::new()
         .with_default(of_libraries)
         // It calls it an error when a caller speaks bad HTTP or hangs up, and has nothing else to say of use to an operator.
         .with_target(
             "actix_http::h1::dispatcher",
             (level > Level::INFO).then_some(level),
         )
-        .with_target("outrider", level);
-    tracing_subscriber::registry()
-        .with(output.with_filter(filter))
-        .init();
-    Ok(())
+        .with_target("outrider", level)
 }
 
 fn log_start(config: &Config) {
@@ -229,5 +231,27 @@ fn log_start(config: &Config) {
     );
     for (key, value, origin) in config.overrides() {
         tracing::info!(key, value, %origin, "configured");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_http_of_callers_is_no_error_of_ours() {
+        let spoken = |level, target, of: Level| filter(level).would_enable(target, &of);
+        let dispatcher = "actix_http::h1::dispatcher";
+        assert!(!spoken(Level::INFO, dispatcher, Level::ERROR));
+        assert!(spoken(Level::DEBUG, dispatcher, Level::ERROR));
+        assert!(spoken(Level::INFO, "actix_http", Level::ERROR));
+        assert!(spoken(Level::INFO, "ort", Level::WARN));
+        assert!(!spoken(Level::INFO, "ort", Level::INFO));
+        assert!(spoken(Level::INFO, "outrider_server::loader", Level::INFO));
+        assert!(!spoken(
+            Level::ERROR,
+            "outrider_server::loader",
+            Level::WARN
+        ));
     }
 }

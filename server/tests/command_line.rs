@@ -96,6 +96,8 @@ fn a_bundle_that_is_not_there_exits_65() {
         log.contains("the model cannot be served") && log.contains("/nowhere/model"),
         "{log}"
     );
+    // The error is the last word, not a message as after a stop that was asked for.
+    assert!(!log.contains("stopped"), "{log}");
 }
 
 #[test]
