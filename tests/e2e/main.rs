@@ -94,7 +94,8 @@ fn scenarios(servers: &Arc<Servers>) -> Vec<Trial> {
         Trial::test(format!("http::{name}"), move || {
             let run = || {
                 let server = servers.of(Precision::Int8)?;
-                scenario::run(&file, &server.endpoint(), server.model())
+                let admin_endpoint = server.process().admin_endpoint();
+                scenario::run(&file, &server.endpoint(), &admin_endpoint, server.model())
             };
             run().map_err(|error: anyhow::Error| format!("{error:#}").into())
         })

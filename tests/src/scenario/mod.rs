@@ -50,6 +50,9 @@ struct Case {
 #[serde(deny_unknown_fields)]
 struct Request {
     path: String,
+    /// Goes to the admin listener.
+    #[serde(default)]
+    admin: bool,
     method: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, Option<String>>,
@@ -78,8 +81,8 @@ pub fn files() -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Runs one scenario against the service at `endpoint`, whose model is called `model`.
-pub fn run(file: &Path, endpoint: &str, model: &str) -> anyhow::Result<()> {
+/// Runs one scenario against the service at `endpoint`, whose admin listener is at `admin_endpoint` and whose model is called `model`.
+pub fn run(file: &Path, endpoint: &str, admin_endpoint: &str, model: &str) -> anyhow::Result<()> {
     let text =
         fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let scenario: Scenario = serde_yaml::from_str(&text)
@@ -93,6 +96,7 @@ pub fn run(file: &Path, endpoint: &str, model: &str) -> anyhow::Result<()> {
             .build()
             .into(),
         endpoint,
+        admin_endpoint,
         model,
         saved: Map::new(),
     };
@@ -136,6 +140,7 @@ pub fn run(file: &Path, endpoint: &str, model: &str) -> anyhow::Result<()> {
 struct Runner<'a> {
     agent: ureq::Agent,
     endpoint: &'a str,
+    admin_endpoint: &'a str,
     model: &'a str,
     saved: Map<String, Value>,
 }
@@ -180,13 +185,18 @@ impl Runner<'_> {
 
     fn send(&self, request: Request, wants_stream: bool) -> anyhow::Result<Value> {
         let body = match (request.json, request.text, request.hex) {
-            (Some(json), None, None) => Some(self.body(json)?.into_bytes()),
+            (Some(json), None, None) => Some(self.body(json, request.admin)?.into_bytes()),
             (None, Some(text), None) => Some(text.into_bytes()),
             (None, None, Some(hex)) => {
                 Some(hex::decode(hex).context("`hex` is no hexadecimal text")?)
             }
             (None, None, None) => None,
             _ => bail!("a request has one of `json`, `text` and `hex`"),
+        };
+        let endpoint = if request.admin {
+            self.admin_endpoint
+        } else {
+            self.endpoint
         };
         let default_method = if body.is_some() { "POST" } else { "GET" };
         let mut headers: BTreeMap<String, String> = BTreeMap::new();
@@ -201,7 +211,7 @@ impl Runner<'_> {
         }
         let mut builder = http::Request::builder()
             .method(request.method.as_deref().unwrap_or(default_method))
-            .uri(format!("{}{}", self.endpoint, request.path));
+            .uri(format!("{endpoint}{}", request.path));
         for (name, value) in headers {
             builder = builder.header(name, value);
         }
@@ -212,10 +222,11 @@ impl Runner<'_> {
         answer_of(response.context("there was no answer")?, wants_stream)
     }
 
-    /// The body with its directives carried out and the model filled in.
-    fn body(&self, mut json: Value) -> anyhow::Result<String> {
+    /// The body with its directives carried out, and the model filled in where it is for one.
+    fn body(&self, mut json: Value, admin: bool) -> anyhow::Result<String> {
         self.substitute(&mut json)?;
         if let Some(map) = json.as_object_mut()
+            && !admin
             && !map.contains_key("model")
         {
             map.insert("model".to_owned(), self.model.into());
@@ -350,23 +361,28 @@ mod tests {
         let runner = Runner {
             agent: ureq::agent(),
             endpoint: "",
+            admin_endpoint: "",
             model: "m",
             saved: Map::from_iter([("seed".to_owned(), json!(7))]),
         };
         let body = json!({ "prompt": [{ "$repeat": ["ab", 2] }, { "$repeat": [[[1]], 2] }], "seed": { "$saved": "seed" } });
-        let sent: Value = serde_json::from_str(&runner.body(body).unwrap()).unwrap();
+        let sent: Value = serde_json::from_str(&runner.body(body, false).unwrap()).unwrap();
         assert_eq!(
             sent,
             json!({ "prompt": ["abab", [[1], [1]]], "seed": 7, "model": "m" })
         );
-        assert!(runner.body(json!({ "seed": { "$saved": "no" } })).is_err());
         assert!(
             runner
-                .body(json!({ "prompt": { "$repeat": "x" } }))
+                .body(json!({ "seed": { "$saved": "no" } }), false)
+                .is_err()
+        );
+        assert!(
+            runner
+                .body(json!({ "prompt": { "$repeat": "x" } }), false)
                 .is_err()
         );
         let sent: Value =
-            serde_json::from_str(&runner.body(json!({ "model": null })).unwrap()).unwrap();
+            serde_json::from_str(&runner.body(json!({ "model": null }), false).unwrap()).unwrap();
         assert_eq!(sent, json!({ "model": null }));
     }
 }
