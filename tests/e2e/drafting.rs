@@ -22,7 +22,9 @@ pub fn a_switch_in_mid_stream_changes_no_token(_: &Servers) -> anyhow::Result<()
     let command = servers::command(Precision::Int8)?
         .set("serving.runtime.context_tokens", 512)
         .set("serving.runtime.max_concurrency", 2)
-        .set("serving.speculative.enabled", false);
+        .set("serving.speculative.enabled", false)
+        // Blocks are checked whether they pay or not.
+        .set("serving.speculative.adaptive_width", false);
     let server = Server::start(&command)?;
     let request = |fields: Value| {
         let mut request = json!({ "prompt": PROMPT, "max_tokens": 48, "temperature": 0.7, "seed": 11, "ignore_eos": true, "logprobs": 2 });

@@ -88,7 +88,7 @@ pub struct Usage {
 }
 
 /// What drafting did for one request (`usage.speculative`, an extension).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Speculative {
     /// Drafted tokens that the target checked.
     pub drafted_tokens: u64,
@@ -96,6 +96,14 @@ pub struct Speculative {
     pub accepted_tokens: u64,
     /// Target passes that checked drafted tokens.
     pub steps: u64,
+}
+
+impl std::ops::AddAssign for Speculative {
+    fn add_assign(&mut self, other: Self) {
+        self.drafted_tokens += other.drafted_tokens;
+        self.accepted_tokens += other.accepted_tokens;
+        self.steps += other.steps;
+    }
 }
 
 /// An answer that does not have the shape of its interface.
