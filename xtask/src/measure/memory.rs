@@ -1,4 +1,4 @@
-//! Resident memory of a server after load and 50 requests, against what it must hold: the weights once, and the KV slab.
+//! Resident memory of a server after load and 50 requests, against what it must hold: the weights of target and draft once, and both KV slabs.
 
 use std::fmt;
 use std::fs;
@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use outrider_bundle::Manifest;
-use outrider_bundle::manifest::TargetFacts;
 use outrider_verify::client::{Client, ClientOptions};
 use outrider_verify::wire::Api;
 use serde_json::json;
@@ -33,9 +32,9 @@ pub struct Memory {
     pub resident_bytes: u64,
     /// Largest resident size so far, the start included.
     pub peak_bytes: u64,
-    /// Weights, as they are in the bundle's files.
+    /// Weights of target and draft, as they are in the bundle's files.
     pub weights_bytes: u64,
-    /// KV slab, as slots, context and model give it.
+    /// KV slabs of target and draft, as slots, context and models give them.
     pub kv_slab_bytes: u64,
 }
 
@@ -88,7 +87,7 @@ pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
         resident_bytes: status_bytes(&status, "VmRSS").context("the kernel gives no VmRSS")?,
         peak_bytes: status_bytes(&status, "VmHWM").context("the kernel gives no VmHWM")?,
         weights_bytes: weights_bytes(&manifest),
-        kv_slab_bytes: kv_slab_bytes(&manifest.target)?,
+        kv_slab_bytes: kv_slab_bytes(&manifest)?,
     })
 }
 
@@ -129,24 +128,42 @@ fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
     })
 }
 
-/// Every file of the bundle that is not text for people or tokenizers: graph and its data.
+/// Every file of the bundle that is not text for people or tokenizers: graphs and their data.
 fn weights_bytes(manifest: &Manifest) -> u64 {
-    let graph = &manifest.target.graph;
-    let of_graph = manifest
-        .files
-        .iter()
-        .filter(|(path, _)| path.starts_with(graph.as_str()));
-    of_graph.map(|(_, file)| file.size_bytes).sum()
+    let draft = manifest.draft.as_ref().map(|draft| draft.graph.as_str());
+    let graphs = [Some(manifest.target.graph.as_str()), draft];
+    let of_a_graph = |path: &str| {
+        graphs
+            .iter()
+            .flatten()
+            .any(|graph| path.starts_with(*graph))
+    };
+    let files = manifest.files.iter();
+    files
+        .filter(|(path, _)| of_a_graph(path))
+        .map(|(_, file)| file.size_bytes)
+        .sum()
 }
 
-fn kv_slab_bytes(target: &TargetFacts) -> anyhow::Result<u64> {
-    let element_bytes = match target.kv_dtype.as_str() {
-        "float32" => 4,
-        "float16" | "bfloat16" => 2,
-        other => bail!("unknown KV element type {other}"),
+fn kv_slab_bytes(manifest: &Manifest) -> anyhow::Result<u64> {
+    let slab = |layers: usize, row_size: usize, kv_dtype: &str, rows: usize| {
+        let element_bytes = match kv_dtype {
+            "float32" => 4,
+            "float16" | "bfloat16" => 2,
+            other => bail!("unknown KV element type {other}"),
+        };
+        Ok((layers * 2 * row_size * element_bytes * rows * SLOTS) as u64)
     };
-    let row_bytes = target.layers * 2 * target.kv_heads * target.head_dim * element_bytes;
-    Ok((row_bytes * CONTEXT_TOKENS * SLOTS) as u64)
+    let target = &manifest.target;
+    let row_size = target.kv_heads * target.head_dim;
+    let of_target = slab(target.layers, row_size, &target.kv_dtype, CONTEXT_TOKENS)?;
+    let Some(draft) = &manifest.draft else {
+        return Ok(of_target);
+    };
+    let row_size = draft.kv_heads * draft.head_dim;
+    // The last block may reach past the context.
+    let rows = CONTEXT_TOKENS + draft.block_size;
+    Ok(of_target + slab(draft.layers, row_size, &draft.kv_dtype, rows)?)
 }
 
 /// A value of `/proc/PID/status`, which counts in units of 1024 bytes.
