@@ -101,7 +101,7 @@ fn main() -> anyhow::Result<ExitCode> {
         .library
         .clone()
         .unwrap_or_else(runtime::library_for_tests);
-    let environment = runtime::environment(&library)?;
+    let environment = runtime::environment(&library, 0)?;
     let mut slower = false;
 
     println!(
@@ -173,6 +173,7 @@ fn session(environment: &Environment, model: &[u8], threads: usize) -> ort::Resu
     Session::builder(environment)?
         .with_operators(ops::domain()?)?
         .with_optimization_level(GraphOptimizationLevel::All)?
+        .with_independent_thread_pool()?
         .with_intra_threads(threads)?
         .commit_from_memory(model)
 }

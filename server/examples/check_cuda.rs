@@ -100,7 +100,7 @@ impl Activation for bf16 {
 
 fn main() -> anyhow::Result<ExitCode> {
     let arguments = Arguments::parse();
-    let environment = runtime::environment(&arguments.library)?;
+    let environment = runtime::environment(&arguments.library, 0)?;
     let mut failed = false;
     for case in [
         convolution(1, 8, 4096),

@@ -15,7 +15,10 @@ use std::{
     sync::{Mutex, OnceLock},
 };
 
-use ort::{environment::Environment, logging::LogLevel};
+use ort::{
+    environment::{Environment, GlobalThreadPoolOptions},
+    logging::LogLevel,
+};
 
 /// Oldest ONNX Runtime (major, minor) whose CPU operators are known to be right for our graphs:
 /// before it, `Attention` with `nonpad_kv_seqlen` aligns the causal mask differently.
@@ -68,6 +71,16 @@ pub enum RuntimeError {
         /// The path in use.
         loaded: PathBuf,
     },
+    /// The thread pool was made earlier in this process with another size.
+    #[error(
+        "this process already computes with {in_use} threads; {asked} cannot be had as well (0 is one per core)"
+    )]
+    OtherThreads {
+        /// The number that was asked for.
+        asked: usize,
+        /// The number in use.
+        in_use: usize,
+    },
     /// `ort` refused the library.
     #[error("the onnxruntime library {} was refused", path.display())]
     Refused {
@@ -83,14 +96,20 @@ pub enum RuntimeError {
 
 struct Loaded {
     path: PathBuf,
+    intra_op_threads: usize,
     environment: Environment,
 }
 
-/// The environment of this process, loaded from `library` at the first call.
+/// The environment of this process, loaded from `library` at the first call, with one thread pool of `intra_op_threads` (0 is one per core) for all sessions.
 ///
-/// Later calls return the same environment; they fail when they name another file.
+/// Sessions that take turns must not have pools of their own: the threads of the one that rests spin for a while, on the cores that the other one needs.
+///
+/// Later calls return the same environment; they fail when they name another file or number.
 /// A failed first call leaves nothing behind: it can be repeated with another path.
-pub fn environment(library: &Path) -> Result<&'static Environment, RuntimeError> {
+pub fn environment(
+    library: &Path,
+    intra_op_threads: usize,
+) -> Result<&'static Environment, RuntimeError> {
     static LOADED: OnceLock<Loaded> = OnceLock::new();
     // Held while loading, so that two first calls do not build two environments.
     static LOADING: Mutex<()> = Mutex::new(());
@@ -109,7 +128,7 @@ pub fn environment(library: &Path) -> Result<&'static Environment, RuntimeError>
     let loaded = match LOADED.get() {
         Some(loaded) => loaded,
         None => {
-            let loaded = load(path.clone())?;
+            let loaded = load(path.clone(), intra_op_threads)?;
             LOADED.get_or_init(|| loaded)
         }
     };
@@ -117,6 +136,12 @@ pub fn environment(library: &Path) -> Result<&'static Environment, RuntimeError>
         return Err(RuntimeError::OtherLibraryLoaded {
             path,
             loaded: loaded.path.clone(),
+        });
+    }
+    if loaded.intra_op_threads != intra_op_threads {
+        return Err(RuntimeError::OtherThreads {
+            asked: intra_op_threads,
+            in_use: loaded.intra_op_threads,
         });
     }
     Ok(&loaded.environment)
@@ -147,7 +172,7 @@ pub fn library_for_tests() -> PathBuf {
     path
 }
 
-fn load(path: PathBuf) -> Result<Loaded, RuntimeError> {
+fn load(path: PathBuf, intra_op_threads: usize) -> Result<Loaded, RuntimeError> {
     let version = library_version(&path)?;
     if !is_supported(&version) {
         return Err(RuntimeError::TooOld { path, version });
@@ -156,14 +181,23 @@ fn load(path: PathBuf) -> Result<Loaded, RuntimeError> {
         path: path.clone(),
         source,
     })?;
+    let threads = GlobalThreadPoolOptions::default()
+        .with_inter_threads(1)
+        .and_then(|options| options.with_intra_threads(intra_op_threads))
+        .map_err(RuntimeError::Environment)?;
     let environment = builder
         .with_name("outrider")
         .with_telemetry(false)
+        .with_global_thread_pool(threads)
         .build()
         .map_err(RuntimeError::Environment)?;
     // `ort` creates the environment with everything logged, which costs time even where nobody listens.
     environment.set_log_level(LogLevel::Warning);
-    Ok(Loaded { path, environment })
+    Ok(Loaded {
+        path,
+        intra_op_threads,
+        environment,
+    })
 }
 
 /// Reads the version from the library itself. `ort` checks less strictly, and only when it is too late to choose another file.
@@ -224,14 +258,25 @@ mod tests {
     }
 
     #[test]
+    fn a_second_thread_pool_in_one_process_is_refused() {
+        let library = library_for_tests();
+        environment(&library, 0).unwrap();
+        let error = environment(&library, 3).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "this process already computes with 0 threads; 3 cannot be had as well (0 is one per core)"
+        );
+    }
+
+    #[test]
     fn a_second_library_in_one_process_is_refused() {
         let library = library_for_tests();
-        let first = environment(&library).unwrap();
-        let again = environment(&library).unwrap();
+        let first = environment(&library, 0).unwrap();
+        let again = environment(&library, 0).unwrap();
         assert!(std::ptr::eq(first, again));
 
         let other = tempfile::NamedTempFile::new().unwrap();
-        let error = environment(other.path()).unwrap_err();
+        let error = environment(other.path(), 0).unwrap_err();
         assert!(
             matches!(error, RuntimeError::OtherLibraryLoaded { .. }),
             "{error}"
@@ -240,7 +285,7 @@ mod tests {
 
     #[test]
     fn a_missing_file_is_named() {
-        let error = environment(Path::new("no/such/library.so")).unwrap_err();
+        let error = environment(Path::new("no/such/library.so"), 0).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the onnxruntime library no/such/library.so does not exist or is not a file"

@@ -31,7 +31,7 @@ pub struct SessionOptions {
     pub library: PathBuf,
     /// Where the graph runs.
     pub execution_provider: ExecutionProvider,
-    /// Threads of one operator; 0 takes one per core.
+    /// Threads of one operator, the same for all sessions of a process; 0 takes one per core.
     pub intra_op_threads: usize,
 }
 
@@ -50,7 +50,7 @@ pub(super) fn open(
     form: Attention,
     options: &SessionOptions,
 ) -> Result<Session, ModelError> {
-    let environment = runtime::environment(&options.library)?;
+    let environment = runtime::environment(&options.library, options.intra_op_threads)?;
     let path = bundle
         .path(graph)
         .ok_or_else(|| graph_fault(graph, "is not a file of the bundle"))?;
@@ -60,11 +60,6 @@ pub(super) fn open(
         // Step shapes change all the time, so a pattern learnt from one of them would only hold memory.
         .with_memory_pattern(false)
         .map_err(ort::Error::from)?;
-    if options.intra_op_threads > 0 {
-        builder = builder
-            .with_intra_threads(options.intra_op_threads)
-            .map_err(ort::Error::from)?;
-    }
     if form == Attention::Native {
         builder = builder
             .with_operators(crate::ops::domain()?)

@@ -11,7 +11,7 @@ use crate::model::runtime;
 
 /// Everything of `ort` needs the library to be loaded, tensors as well.
 pub fn environment() -> &'static Environment {
-    runtime::environment(&runtime::library_for_tests()).unwrap()
+    runtime::environment(&runtime::library_for_tests(), 0).unwrap()
 }
 
 /// A session with all operators, or why there is none.
@@ -19,6 +19,7 @@ pub fn try_session(model: &[u8], threads: usize) -> ort::Result<Session> {
     Session::builder(environment())?
         .with_operators(crate::ops::domain()?)?
         .with_optimization_level(GraphOptimizationLevel::All)?
+        .with_independent_thread_pool()?
         .with_intra_threads(threads)?
         .commit_from_memory(model)
 }

@@ -229,7 +229,7 @@ impl Graph {
 
     /// Loads the draft graph in a directory.
     pub fn open(dir: &Path, facts: DraftFacts, tap_size: usize, slots: usize) -> Self {
-        let environment = runtime::environment(&runtime::library_for_tests()).unwrap();
+        let environment = runtime::environment(&runtime::library_for_tests(), 2).unwrap();
         let session = Session::builder(environment)
             .unwrap()
             .with_operators(ops::domain().unwrap())
