@@ -4,8 +4,8 @@
 
 mod draft;
 
+use std::sync::Arc;
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use outrider_bundle::VerifiedBundle;
 use serde_json::{Map, Value};
@@ -14,7 +14,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use crate::config::{Config, ExecutionProvider};
 use crate::draft::Drafter;
 use crate::engine::{
-    self, Drafting, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
+    self, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
     SpeculationError, SubmitError, TextSink,
 };
 use crate::http::backend::{Backend, DraftCard, ModelCard};
@@ -81,7 +81,6 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     let (handle_sender, handle) = mpsc::channel::<EngineHandle>();
     let (engine, thread) = {
         let text = text.clone();
-        let speculate = config.speculative.enabled;
         engine::start(options, move || {
             let (loaded, draft) = load_models(&bundle, &config, &startup, free_bytes, &text)?;
             card.draft = draft;
@@ -91,7 +90,6 @@ pub fn load(context: LoadContext) -> Result<(), String> {
                     limits,
                     engine,
                     text,
-                    switch: Mutex::new(speculate),
                 }));
             }
             Ok(loaded)
@@ -259,14 +257,6 @@ struct EngineBackend {
     limits: ModelLimits,
     engine: EngineHandle,
     text: Arc<Text>,
-    /// Whether drafting is switched on; the engine's status tells what its last step did with it.
-    switch: Mutex<bool>,
-}
-
-impl EngineBackend {
-    fn switch(&self) -> MutexGuard<'_, bool> {
-        self.switch.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Backend for EngineBackend {
@@ -279,26 +269,15 @@ impl Backend for EngineBackend {
     }
 
     fn status(&self) -> EngineStatus {
-        let mut status = self.engine.status();
-        if let Some(speculation) = &mut status.speculation
-            && speculation.drafting == Drafting::Off
-            && *self.switch()
-        {
-            // No step has run since it was switched on.
-            speculation.drafting = Drafting::On;
-        }
-        status
+        self.engine.status()
     }
 
     fn speculation(&self) -> bool {
-        *self.switch()
+        self.engine.speculation_enabled()
     }
 
     fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError> {
-        let mut switch = self.switch();
-        self.engine.set_speculation(enabled)?;
-        *switch = enabled;
-        Ok(())
+        self.engine.set_speculation(enabled)
     }
 
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {

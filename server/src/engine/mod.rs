@@ -186,15 +186,18 @@ impl EngineHandle {
             waiting,
             lossless: facts.lossless,
             speculation: facts.speculation.clone().map(|mut status| {
-                if status.drafting != Drafting::Unavailable
-                    && !self.shared.speculate.load(Ordering::Relaxed)
-                {
+                if status.drafting != Drafting::Unavailable && !self.speculation_enabled() {
                     status.drafting = Drafting::Off;
                     status.detail.clear();
                 }
                 status
             }),
         }
+    }
+
+    /// Whether drafting is switched on; it may be unavailable all the same.
+    pub fn speculation_enabled(&self) -> bool {
+        self.shared.speculate.load(Ordering::Relaxed)
     }
 
     /// Switches drafting on or off from the next step on; running requests carry on, and their output stays the same.
