@@ -45,7 +45,7 @@ def published_name(name: str) -> str:
     return RENAMED[name]
 
 
-def write(folder: Path, drafter: Drafter, weights: dict[str, torch.Tensor], target_layers: int) -> None:
+def write(folder: Path, drafter: Drafter, weights: dict[str, torch.Tensor]) -> None:
     """Writes `weights`, named as the drafter's parameters, in bf16; each file appears whole or not at all."""
     shape, config = drafter.shape, drafter.config
     tensors = {}
@@ -74,7 +74,7 @@ def write(folder: Path, drafter: Drafter, weights: dict[str, torch.Tensor], targ
         "is_causal": False,
         "layer_types": ["full_attention"] * config.layers,
         "sliding_window": None,
-        "num_target_layers": target_layers,
+        "num_target_layers": shape.layers,
         "tie_word_embeddings": True,
         "dflash_config": {
             "block_size": config.block,
@@ -113,12 +113,14 @@ def read(folder: Path, shape: Geometry, embedding: torch.Tensor) -> Drafter:
     """The drafter of a checkpoint; its codebooks must be projections of the embedding, as this recipe writes them."""
     drafter = Drafter(shape, config_of(folder), embedding)
     tensors = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    wide = embedding.double()
+    gram = wide.T @ wide
     weights = {}
     for name in dict(drafter.named_parameters()):
         if name in CODEBOOKS:
             codebook = tensors.pop(CODEBOOKS[name])
-            projection = torch.linalg.lstsq(embedding.double(), codebook.double()).solution
-            error = (embedding.double() @ projection - codebook).norm() / codebook.norm()
+            projection = torch.linalg.solve(gram, wide.T @ codebook.double())
+            error = (wide @ projection - codebook).norm() / codebook.norm()
             if error > 0.01:
                 raise ValueError(f"{CODEBOOKS[name]} of {folder} is no projection of the embedding: error {error:.3f}, up to 0.01 allowed")
             weights[name] = projection.T.float()

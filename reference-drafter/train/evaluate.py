@@ -11,12 +11,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import torch
 
 import checkpoint
 import corpus
 from drafter import Drafter
-from target import Target
+from target import geometry_and_embedding
 
 
 @dataclass
@@ -113,8 +114,7 @@ def main() -> None:
     parser.add_argument("--unary", action="store_true", help="propose the unary argmax instead of the selector's path")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    target = Target(options.gguf, checkpoint.config_of(options.checkpoint).tap_layers)
-    drafter = checkpoint.read(options.checkpoint, target.geometry, target.embedding)
+    drafter = checkpoint.read(options.checkpoint, *geometry_and_embedding(gguf.GGUFReader(options.gguf)))
     examples = list(corpus.read(options.heldout))
     vocabulary = json.loads(options.vocabulary.read_text()) if options.vocabulary else None
     for width in options.widths:

@@ -29,6 +29,35 @@ class Geometry:
     rope_theta: float
 
 
+EMBEDDING = "token_embd.weight"
+
+
+def dequantised(tensor: gguf.ReaderTensor) -> torch.Tensor:
+    """A tensor of the file in f32."""
+    return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float()
+
+
+def geometry_and_embedding(reader: gguf.GGUFReader) -> tuple[Geometry, torch.Tensor]:
+    """What a drafter takes from its target's file: the shared numbers, and the embedding [vocab, hidden] in f32."""
+
+    def number(name: str) -> float:
+        return reader.fields[f"llama.{name}"].contents()
+
+    embedding = dequantised(next(tensor for tensor in reader.tensors if tensor.name == EMBEDDING))
+    heads = int(number("attention.head_count"))
+    return Geometry(
+        hidden_size=embedding.shape[1],
+        layers=int(number("block_count")),
+        heads=heads,
+        kv_heads=int(number("attention.head_count_kv")),
+        head_dim=embedding.shape[1] // heads,
+        ffn_size=int(number("feed_forward_length")),
+        vocab_size=embedding.shape[0],
+        rms_eps=float(number("attention.layer_norm_rms_epsilon")),
+        rope_theta=float(number("rope.freq_base")),
+    ), embedding
+
+
 def half_split_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Brings q or k rows [heads * head_dim, hidden] from GGUF's interleaved rotary pairs to half-split order."""
     rows, hidden = weight.shape
@@ -84,41 +113,19 @@ class Target:
 
     def __init__(self, path: Path, tap_layers: list[int], dtype: torch.dtype = torch.bfloat16, rows: int = 1024) -> None:
         reader = gguf.GGUFReader(path)
-        fields = reader.fields
-
-        def number(name: str) -> float:
-            return fields[f"llama.{name}"].contents()
-
-        tensors = {
-            tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float()
-            for tensor in reader.tensors
-        }
-        embedding = tensors["token_embd.weight"]
-        heads = int(number("attention.head_count"))
-        kv_heads = int(number("attention.head_count_kv"))
-        self.geometry = Geometry(
-            hidden_size=embedding.shape[1],
-            layers=int(number("block_count")),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=embedding.shape[1] // heads,
-            ffn_size=int(number("feed_forward_length")),
-            vocab_size=embedding.shape[0],
-            rms_eps=float(number("attention.layer_norm_rms_epsilon")),
-            rope_theta=float(number("rope.freq_base")),
-        )
+        self.geometry, self.embedding = geometry_and_embedding(reader)
+        tensors = {tensor.name: dequantised(tensor) for tensor in reader.tensors if tensor.name != EMBEDDING}
         self.dtype = dtype
         self.tap_layers = tap_layers
-        self.embedding = embedding
-        self.head = embedding.to(dtype)
+        self.head = self.embedding.to(dtype)
         self.norm = tensors["output_norm.weight"]
         self.layers = []
         for index in range(self.geometry.layers):
             part = {name: tensors[f"blk.{index}.{name}.weight"] for name in (
                 "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
             )}
-            part["attn_q"] = half_split_rows(part["attn_q"], heads)
-            part["attn_k"] = half_split_rows(part["attn_k"], kv_heads)
+            part["attn_q"] = half_split_rows(part["attn_q"], self.geometry.heads)
+            part["attn_k"] = half_split_rows(part["attn_k"], self.geometry.kv_heads)
             self.layers.append(part)
         self.fused = [
             (

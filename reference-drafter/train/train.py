@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+import gguf
 import torch
 from torch.nn import functional
 
@@ -18,7 +19,7 @@ import checkpoint
 import corpus
 import evaluate
 from drafter import DraftConfig, Drafter
-from target import Target
+from target import Target, geometry_and_embedding
 
 IGNORED = -1
 
@@ -161,16 +162,14 @@ def main() -> None:
     generator = torch.Generator().manual_seed(options.seed)
     vocabulary = json.loads(options.vocabulary.read_text())
     config = checkpoint.config_of(options.start) if options.start else DraftConfig(len(options.start_layers), options.tap_layers)
-    target = Target(options.gguf, config.tap_layers)
+    shape, embedding = geometry_and_embedding(gguf.GGUFReader(options.gguf))
     if options.start:
-        drafter = checkpoint.read(options.start, target.geometry, target.embedding)
+        drafter = checkpoint.read(options.start, shape, embedding)
         if options.keep_layers:
             drafter = checkpoint.with_layers(drafter, options.keep_layers)
     else:
-        drafter = Drafter(target.geometry, config, target.embedding)
-        drafter.start_from_target(target, options.start_layers)
-    target_layers = target.geometry.layers
-    del target
+        drafter = Drafter(shape, config, embedding)
+        drafter.start_from_target(Target(options.gguf, config.tap_layers), options.start_layers)
     pool = Pool(options.shards, generator)
     heldout = list(corpus.read(options.heldout))
     columns = torch.tensor(vocabulary)
@@ -225,7 +224,7 @@ def main() -> None:
             state = {"weights": drafter.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "step": step + 1}
             torch.save(state, options.out / "state.partial")
             os.replace(options.out / "state.partial", options.out / "state.pt")
-            checkpoint.write(options.out, drafter, averaged, target_layers)
+            checkpoint.write(options.out, drafter, averaged)
         if (step + 1) % options.evaluate_steps == 0 or last:
             now = {name: value.detach().clone() for name, value in parameters.items()}
             drafter.load_state_dict(averaged)
