@@ -10,6 +10,7 @@ mod goldens;
 mod measures;
 mod openai;
 mod smoke;
+mod speculation;
 mod stop;
 mod utf8;
 
@@ -69,6 +70,12 @@ fn main() -> ExitCode {
         },
         openai::{the_official_client_is_served},
         smoke::{the_server_passes_the_smoke_checks},
+        speculation::{
+            the_recorded_pair_gives_its_tokens_and_keeps_as_many_drafts,
+            the_tiny_pair_loses_nothing_in_any_pair_of_settings,
+            the_reference_pair_loses_nothing,
+            sampled_tokens_follow_the_law_of_the_target,
+        },
         stop::{stop_strings_end_the_text_wherever_they_fall},
         utf8::{streams_never_split_a_character},
     );

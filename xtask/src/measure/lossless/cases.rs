@@ -175,8 +175,43 @@ pub struct ServerKey {
     pub drafter: Drafter,
     /// The bundle's numeric form.
     pub bundle: &'static str,
+    /// How wide blocks are.
+    #[serde(flatten)]
+    pub block: Block,
+}
+
+/// How wide blocks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Block {
     /// `serving.speculative.draft_block_size`.
     pub block_size: usize,
+    /// `serving.speculative.adaptive_width`: whether the server may check less of a block, or nothing.
+    pub adaptive_width: bool,
+}
+
+/// Blocks of these sizes, all of which are checked, and the last of them adaptive.
+pub const fn blocks<const N: usize, const M: usize>(sizes: [usize; N]) -> [Block; M] {
+    assert!(M == N + 1, "the last size is there twice");
+    let mut blocks = [Block {
+        block_size: sizes[N - 1],
+        adaptive_width: true,
+    }; M];
+    let mut index = 0;
+    while index < N {
+        blocks[index] = Block {
+            block_size: sizes[index],
+            adaptive_width: false,
+        };
+        index += 1;
+    }
+    blocks
+}
+
+impl fmt::Display for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = if self.adaptive_width { "≤" } else { "" };
+        f.pad(&format!("{sign}{}", self.block_size))
+    }
 }
 
 /// Requests that are made together.

@@ -4,14 +4,16 @@ use anyhow::ensure;
 use outrider_bundle::manifest::Precision;
 use serde_json::json;
 
-use super::cases::{self, Ask, Drafter, REQUEST_FACTORS, Run, ServerKey, Switch, Vocabulary};
+use super::cases::{
+    self, Ask, Block, Drafter, REQUEST_FACTORS, Run, ServerKey, Switch, Vocabulary,
+};
 use super::covering;
 use crate::prompts;
 use crate::reference::precision_name;
 use crate::workspace::Workspace;
 
-/// Values of `serving.speculative.draft_block_size`.
-pub const BLOCK_SIZES: [usize; 4] = [2, 3, 5, 8];
+/// Widths of blocks; the largest is the drafter's own.
+pub const BLOCKS: [Block; 5] = cases::blocks([2, 3, 5, 8]);
 /// Requests in flight.
 pub const CONCURRENCIES: [usize; 3] = [1, 4, 8];
 /// Numeric forms of the bundle.
@@ -54,20 +56,20 @@ pub struct Row {
     pub kind: &'static str,
     /// Numeric form of the bundle.
     pub precision: Precision,
-    /// Block size.
-    pub block_size: usize,
+    /// Width of blocks.
+    pub block: Block,
     /// Requests in flight.
     pub concurrency: usize,
     /// Values of [`REQUEST_FACTORS`].
     pub choices: [usize; 5],
 }
 
-/// The rows of the covering array over prompt kinds, bundles, block sizes, concurrency and [`REQUEST_FACTORS`].
+/// The rows of the covering array over prompt kinds, bundles, widths of blocks, concurrency and [`REQUEST_FACTORS`].
 pub fn rows() -> Vec<Row> {
     let row = |values: &Vec<usize>| Row {
         kind: prompts::KINDS[values[0]],
         precision: PRECISIONS[values[1]],
-        block_size: BLOCK_SIZES[values[2]],
+        block: BLOCKS[values[2]],
         concurrency: CONCURRENCIES[values[3]],
         choices: std::array::from_fn(|factor| values[4 + factor]),
     };
@@ -78,7 +80,7 @@ fn sizes() -> Vec<usize> {
     let mut sizes = vec![
         prompts::KINDS.len(),
         PRECISIONS.len(),
-        BLOCK_SIZES.len(),
+        BLOCKS.len(),
         CONCURRENCIES.len(),
     ];
     sizes.extend(REQUEST_FACTORS.iter().map(|(_, values)| values.len()));
@@ -134,7 +136,7 @@ pub fn runs(workspace: &Workspace, extent: Extent) -> anyhow::Result<Vec<Run>> {
                 server: ServerKey {
                     drafter,
                     bundle: precision_name(row.precision),
-                    block_size: row.block_size,
+                    block: row.block,
                 },
                 concurrency: row.concurrency,
                 switch,
@@ -175,7 +177,7 @@ mod tests {
                 let mut values = vec![
                     place(prompts::KINDS.iter().position(|&kind| kind == row.kind)),
                     place(PRECISIONS.iter().position(|&form| form == row.precision)),
-                    place(BLOCK_SIZES.iter().position(|&size| size == row.block_size)),
+                    place(BLOCKS.iter().position(|&block| block == row.block)),
                     place(
                         CONCURRENCIES
                             .iter()

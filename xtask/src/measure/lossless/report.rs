@@ -216,7 +216,7 @@ impl fmt::Display for RunReport {
             "{:<8} {:<5} {:>5} {:>6} {:<8} {:>8} {:>7} {:>7} {:>8} {:>6} {:>6}  {}",
             self.server.drafter,
             self.server.bundle,
-            self.server.block_size,
+            self.server.block,
             self.concurrency,
             self.switch,
             self.requests,
@@ -289,7 +289,7 @@ impl fmt::Display for Difference {
             self.prompt,
             self.server.drafter,
             self.server.bundle,
-            self.server.block_size,
+            self.server.block,
             self.concurrency,
             self.switch,
             found.part

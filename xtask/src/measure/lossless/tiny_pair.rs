@@ -12,7 +12,9 @@ use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 use super::bad_drafter::BadDrafter;
-use super::cases::{self, Ask, Drafter, REQUEST_FACTORS, Run, ServerKey, Switch, Vocabulary};
+use super::cases::{
+    self, Ask, Block, Drafter, REQUEST_FACTORS, Run, ServerKey, Switch, Vocabulary,
+};
 use super::covering;
 use super::reference_pair::{CONCURRENCIES, PRECISIONS};
 use crate::checkpoint;
@@ -23,8 +25,8 @@ use crate::workspace::Workspace;
 
 /// Where the pair is, relative to the workspace.
 const DIRECTORY: &str = "tests/goldens/dflash2-e2e-tiny";
-/// The widest is the drafter's own.
-pub const BLOCK_SIZES: [usize; 4] = [2, 3, 5, 6];
+/// Widths of blocks; the largest is the drafter's own.
+pub const BLOCKS: [Block; 5] = cases::blocks([2, 3, 5, 6]);
 /// Most tokens of an answer, as in the recorded runs.
 pub const ANSWER_TOKENS: usize = 40;
 /// Prompts of each combination: two that are recorded and two at random.
@@ -113,13 +115,13 @@ pub fn export(
     Ok(out.to_owned())
 }
 
-/// The full product: every drafter, bundle, block size, concurrency, switch and combination of [`REQUEST_FACTORS`].
+/// The full product: every drafter, bundle, width of blocks, concurrency, switch and combination of [`REQUEST_FACTORS`].
 pub fn every_run(workspace: &Workspace) -> anyhow::Result<Vec<Run>> {
     let material = Material::read(workspace)?;
     let mut runs = Vec::new();
     for drafter in Drafter::ALL {
         for precision in PRECISIONS {
-            for block_size in BLOCK_SIZES {
+            for block in BLOCKS {
                 for concurrency in CONCURRENCIES {
                     for switch in Switch::ALL {
                         let choices = cases::every_choice();
@@ -130,7 +132,7 @@ pub fn every_run(workspace: &Workspace) -> anyhow::Result<Vec<Run>> {
                             server: ServerKey {
                                 drafter,
                                 bundle: precision_name(precision),
-                                block_size,
+                                block,
                             },
                             concurrency,
                             switch,
@@ -158,7 +160,7 @@ pub fn covering_runs(workspace: &Workspace) -> anyhow::Result<Vec<Run>> {
             server: ServerKey {
                 drafter: Drafter::ALL[row[0]],
                 bundle: precision_name(PRECISIONS[row[1]]),
-                block_size: BLOCK_SIZES[row[2]],
+                block: BLOCKS[row[2]],
             },
             concurrency: CONCURRENCIES[row[3]],
             switch: Switch::ALL[row[4]],
@@ -176,7 +178,7 @@ fn sizes() -> Vec<usize> {
     let mut sizes = vec![
         Drafter::ALL.len(),
         PRECISIONS.len(),
-        BLOCK_SIZES.len(),
+        BLOCKS.len(),
         CONCURRENCIES.len(),
         Switch::ALL.len(),
     ];
