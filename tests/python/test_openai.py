@@ -66,7 +66,12 @@ def chat_streams_the_same_text(client, model):
     assert text == whole.choices[0].message.content, (text, whole)
     assert reasons == [whole.choices[0].finish_reason], reasons
     assert roles == ["assistant"], roles
-    assert usage == whole.usage, (usage, whole.usage)
+    # How much was drafted is a matter of speed, and may differ from one answer to the next.
+    assert counts(usage) == counts(whole.usage), (usage, whole.usage)
+
+
+def counts(usage):
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
 def completions_stream_the_same_text(client, model):
