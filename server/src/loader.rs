@@ -174,7 +174,7 @@ fn load_models(
             (engine::Draft::Unavailable(absence.to_string()), card)
         }
     };
-    // The probe has run every width and batch of the target that steps use, and the draft has had a pass of its own.
+    // The probe has run the target in the widths of steps, alone and in batches, and the draft has had a pass of its own.
     startup.pass(Latch::Warm);
     let text = Arc::clone(text);
     let loaded = Loaded {

@@ -6,16 +6,18 @@
 
 use super::{Batch, BatchRow, ModelError, Target};
 
-/// Widths that are compared: every one a short block can have, and some that fall between the tile sizes of common kernels.
-const WIDTHS: [usize; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33];
+/// Widths that are compared: every one that a block of up to 16 can have, and some around the tile sizes of common kernels.
+const WIDTHS: [usize; 19] = [
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33,
+];
 
 /// Widths that are compared again at another position and in batches.
 const FEW_WIDTHS: [usize; 4] = [1, 2, 3, 8];
 
-/// Positions at which widths are tried in a lone sequence, and which ones.
-const TRIALS: [(usize, &[usize]); 2] = [(16, &WIDTHS), (27, &FEW_WIDTHS)];
+/// How far behind the shared beginning widths are tried in a lone sequence, and which ones.
+const TRIALS: [(usize, &[usize]); 2] = [(0, &WIDTHS), (11, &FEW_WIDTHS)];
 
-/// Length of the shared beginning of every sequence, which is fed to all slots at once.
+/// Length of the shared beginning of every sequence, which is fed to all slots at once; half of the sequence where the context is short.
 const PREFIX_TOKENS: usize = 16;
 
 /// Length of the fixed sequence.
@@ -262,13 +264,14 @@ impl<'a> Probe<'a> {
         let (slots, length, prefix) = (
             self.target.shape().slots,
             self.sequence.len(),
-            PREFIX_TOKENS.min(self.sequence.len()),
+            PREFIX_TOKENS.min(self.sequence.len() / 2),
         );
 
         let prefix_rows = vec![self.row(0, prefix, 1); slots];
         let logits = self.run(0, &prefix_rows, prefix, 2)?;
         self.compare(&mut found, prefix, 2, prefix - 1, prefix, slots, &logits);
-        for (start, widths) in TRIALS {
+        for (behind, widths) in TRIALS {
+            let start = prefix + behind;
             // Cache rows left by a width that differs must not reach the next start.
             if length > prefix {
                 self.run(
@@ -301,7 +304,7 @@ impl<'a> Probe<'a> {
                 );
             }
         }
-        let mut batches = vec![2, slots];
+        let mut batches = vec![2, 3, slots];
         batches.retain(|&batch| batch > 1 && batch <= slots);
         batches.sort_unstable();
         batches.dedup();
