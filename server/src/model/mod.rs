@@ -20,6 +20,9 @@ pub use onnx_target::{OnnxTarget, TargetOptions};
 pub use probe::{LosslessClass, ProbeReport, WidthRule};
 pub use session::{ExecutionProvider, SessionOptions};
 
+/// Bindings kept by a session. There is one for each range of slots, and each holds views of every layer's cache.
+const MAX_BINDINGS: usize = 256;
+
 /// What the engine needs to know of a loaded target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetShape {

@@ -14,7 +14,7 @@ use outrider_bundle::VerifiedBundle;
 use super::kv_slab::{KvLayout, KvSlab, element_of, outlets};
 use super::memory::{release_freed, view_slice};
 use super::session::{self, SessionOptions, graph_fault, typed};
-use super::{ModelError, Taps};
+use super::{MAX_BINDINGS, ModelError, Taps};
 use crate::draft::{DraftBatch, DraftError, Drafter, DrafterShape};
 
 /// Rows of the narrowest block: the anchor and one candidate.
@@ -337,6 +337,9 @@ impl Drafter for OnnxDraft {
                 self.proposals
                     .push(ids[..wanted].iter().map_while(known).collect());
             }
+        }
+        if self.bindings.len() >= MAX_BINDINGS {
+            self.bindings.clear();
         }
         self.bindings.insert(key, binding);
         Ok(())

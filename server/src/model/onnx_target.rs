@@ -14,7 +14,7 @@ use outrider_bundle::manifest::TargetFacts;
 use super::kv_slab::{KvLayout, KvSlab, element_of, outlets};
 use super::memory::{Buffer, release_freed, view};
 use super::session::{self, SessionOptions, graph_fault, typed};
-use super::{Batch, ModelError, Taps, Target, TargetShape};
+use super::{Batch, MAX_BINDINGS, ModelError, Taps, Target, TargetShape};
 
 /// Cache rows of a slot beyond its context: padding rows of a batched step may be written there.
 const HEADROOM_TOKENS: usize = 32;
@@ -266,6 +266,9 @@ impl Target for OnnxTarget {
             logit_width,
             taps: batch.taps,
         };
+        if self.bindings.len() >= MAX_BINDINGS {
+            self.bindings.clear();
+        }
         self.bindings.insert(key, binding);
         Ok(())
     }
