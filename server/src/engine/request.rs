@@ -121,7 +121,7 @@ pub struct Usage {
 
 /// What drafting did for one request.
 ///
-/// `accepted_tokens / steps + 1` is the mean acceptance length.
+/// `accepted_tokens / steps + 1` is the mean acceptance length, up to the last step, which can be one shorter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpeculativeUsage {
     /// Drafted tokens that the target checked.

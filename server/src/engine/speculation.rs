@@ -265,16 +265,19 @@ impl Speculation {
 
     /// Plans the width of the next step over `slots` slots.
     pub(super) fn plan<'s>(&mut self, slots: usize, sequences: impl Iterator<Item = &'s Sequence>) {
-        let (mut drafting, mut plain) = (Vec::new(), 0);
+        let (mut drafting, mut plain, mut reachable) = (Vec::new(), 0, 1);
         for sequence in sequences {
             if self.obstacle(sequence).is_none() {
                 drafting.push(&sequence.draft.acceptance);
+                if sequence.remaining_tokens() > 1 {
+                    reachable = reachable.max(sequence.remaining_tokens() + 1);
+                }
             } else {
                 plain += 1;
             }
         }
         if !drafting.is_empty() {
-            self.planned_width = self.policy.choose(slots, &drafting, plain);
+            self.planned_width = self.policy.choose(slots, &drafting, plain, reachable);
         }
     }
 

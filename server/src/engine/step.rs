@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::request::EngineError;
 use super::sampler::{Sampler, logprobs};
 use super::sequence::{Progress, Sequence};
-use super::speculation::Speculation;
+use super::speculation::{PlainCause, Speculation};
 use crate::model::{Batch, BatchRow, ModelError, Target, WidthRule};
 
 /// Most rows of logits that one pass of a prompt with log-probabilities computes, to bound the size of the output.
@@ -254,6 +254,12 @@ impl Stepper {
                 sequence.draft.proposal.clear();
                 sequence.draft.plain = cause;
             }
+            // What was drafted is checked as far as the plan for this step goes, which may have been made later.
+            let planned = self.speculation.planned_tokens();
+            if planned == 0 && !sequence.draft.proposal.is_empty() {
+                sequence.draft.plain = PlainCause::NotWorthwhile;
+            }
+            sequence.draft.proposal.truncate(planned);
             if sequence.draft.proposal.is_empty() {
                 metrics::counter!("outrider_plain_steps_total", "cause" => sequence.draft.plain.as_str()).increment(1);
             }
@@ -267,8 +273,7 @@ impl Stepper {
             Some((_, sequence)) if slots.contains(&slot) => {
                 let mut tokens = sequence.pending().to_vec();
                 let first_logits = tokens.len() - 1;
-                let drafted = &sequence.draft.proposal;
-                tokens.extend(&drafted[..drafted.len().min(self.speculation.planned_tokens())]);
+                tokens.extend(&sequence.draft.proposal);
                 BatchRow {
                     start: sequence.cached(),
                     logits: first_logits..tokens.len(),

@@ -177,12 +177,16 @@ impl WidthPolicy {
     }
 
     /// Width of the next step over `slots` slots, for sequences with this acceptance and others that take plain steps whatever happens; 1 is a plain step.
+    ///
+    /// `reachable` is the widest block that a sequence has room for: a wider one can't be tried.
     pub(super) fn choose(
         &mut self,
         slots: usize,
         sequences: &[&Acceptance],
         plain_sequences: usize,
+        reachable: usize,
     ) -> usize {
+        let reachable = reachable.clamp(1, self.widest.max(1));
         let Some(prices) = self.prices.get_mut(slots.saturating_sub(1)) else {
             return self.widest;
         };
@@ -193,10 +197,7 @@ impl WidthPolicy {
             return self.widest;
         }
         // The widest first: it is the one that pays where drafting pays at all.
-        if let Some(width) = (1..=self.widest)
-            .rev()
-            .find(|&width| !prices.is_known(width))
-        {
+        if let Some(width) = (1..=reachable).rev().find(|&width| !prices.is_known(width)) {
             return width;
         }
         let value = |width: usize| {
@@ -207,7 +208,7 @@ impl WidthPolicy {
             (tokens + plain_sequences as f64) / prices.step(width)
         };
         let plain = value(1);
-        let best = (2..=self.widest)
+        let best = (2..=reachable)
             .map(|width| (width, value(width)))
             .max_by(|a, b| a.1.total_cmp(&b.1))
             .filter(|(_, value)| *value > plain * (1.0 + LEAST_GAIN))
@@ -219,9 +220,9 @@ impl WidthPolicy {
         prices.since_exploration = 0;
         if best == 1 {
             // Wide enough to learn about acceptance, narrow enough to cost little.
-            return self.widest.min(4);
+            return reachable.min(4);
         }
-        (1..=self.widest)
+        (1..=reachable)
             .min_by_key(|&width| prices.widths[width].1)
             .unwrap_or(best)
     }
@@ -274,8 +275,9 @@ mod tests {
             let mut acceptance = Acceptance::default();
             let (mut tokens, mut time) = (0.0, 0.0);
             let mut widths = vec![0; self.target.len()];
+            let reachable = self.target.len() - 1;
             for _ in 0..steps {
-                let width = policy.choose(1, &[&acceptance], 0);
+                let width = policy.choose(1, &[&acceptance], 0, reachable);
                 widths[width] += 1;
                 let slow = 1.0 + noise * self.random();
                 policy.record_target(1, width, self.target[width] * slow);
@@ -340,6 +342,25 @@ mod tests {
         world.chances = vec![0.9; 8];
         let (_, widths) = world.run(&mut policy, 3000, 0.0);
         assert!(widths[8] > 1000, "{widths:?}");
+    }
+
+    #[test]
+    fn short_completions_are_learnt_from_as_well() {
+        let mut policy = WidthPolicy::new(true, 1, 8);
+        let acceptance = Acceptance::default();
+        let prices = [0.0, 1.0, 2.0, 3.0, 4.0];
+        let mut widths = [0; 9];
+        for _ in 0..200 {
+            // No completion has room for more than four tokens, and nothing is ever accepted.
+            let width = policy.choose(1, &[&acceptance], 0, 4).min(4);
+            widths[width] += 1;
+            policy.record_target(1, width, prices[width]);
+            if width > 1 {
+                policy.record_draft(1, 1.0);
+                policy.record_acceptance(width - 1, 0);
+            }
+        }
+        assert!(widths[1] > 170, "{widths:?}");
     }
 
     #[test]
