@@ -4,13 +4,17 @@
 //! Both prices are measured all the time, relative to each other, so that a machine that slows down as a whole changes nothing.
 //! Width 1 is a plain step. The policy can only change speed: what is committed does not depend on the width.
 //!
-//! A width that was never tried is tried, and now and then another than the best one is taken again, so that the figures stay true.
+//! Two widths are tried first; the price of the others is taken from the line through those that are known, until one of them looks best and is tried.
+//! Now and then another width than the best one is taken, so that the figures stay true.
 
 /// Samples of a width before its price counts as known.
 const SAMPLES: u32 = 2;
 
 /// Steps between two that are taken to learn.
 const EXPLORATION_STEPS: u32 = 32;
+
+/// Width that is tried first: wide enough to learn about acceptance, narrow enough to cost little.
+const TRIAL_WIDTH: usize = 4;
 
 /// Share by which a width must be better than plain steps to be taken.
 const LEAST_GAIN: f64 = 0.02;
@@ -62,8 +66,11 @@ impl Acceptance {
     /// Tokens that a step of this width commits on average.
     fn expected_tokens(&self, overall: &Acceptance, width: usize) -> f64 {
         let (mut expected, mut reached) = (1.0, 1.0);
+        let mut guess = FIRST_GUESS;
         for index in 0..width - 1 {
-            reached *= self.rate(index, overall.rate(index, FIRST_GUESS));
+            // A position that was never reached is taken to be like the one before it.
+            guess = overall.rate(index, guess);
+            reached *= self.rate(index, guess);
             expected += reached;
         }
         expected
@@ -123,6 +130,29 @@ impl Prices {
         self.widths[width].1 >= SAMPLES
     }
 
+    /// Price of a target pass, measured or from the line through the two nearest widths that were.
+    fn target(&self, width: usize) -> f64 {
+        if self.is_known(width) {
+            return self.widths[width].0;
+        }
+        let known = |width: &usize| self.is_known(*width);
+        let mut below = (1..width).rev().filter(known);
+        let mut above = (width + 1..self.widths.len()).filter(known);
+        let (first, second) = match (below.next(), above.next()) {
+            (Some(first), Some(second)) => (first, second),
+            (Some(second), None) => (below.next().unwrap_or(second), second),
+            (None, Some(first)) => (first, above.next().unwrap_or(first)),
+            (None, None) => return 1.0,
+        };
+        let (low, high) = (self.widths[first].0, self.widths[second].0);
+        if first == second {
+            return low;
+        }
+        let slope = (high - low) / (second as f64 - first as f64);
+        // More rows never cost less.
+        low + slope.max(0.0) * (width as f64 - first as f64)
+    }
+
     /// Price of a whole step.
     fn step(&self, width: usize) -> f64 {
         let draft = if width > 1 {
@@ -130,7 +160,7 @@ impl Prices {
         } else {
             0.0
         };
-        self.widths[width].0 + draft
+        self.target(width) + draft
     }
 }
 
@@ -196,8 +226,11 @@ impl WidthPolicy {
         if prices.draft.is_none() {
             return self.widest;
         }
-        // The widest first: it is the one that pays where drafting pays at all.
-        if let Some(width) = (1..=reachable).rev().find(|&width| !prices.is_known(width)) {
+        let trial = reachable.min(TRIAL_WIDTH);
+        if let Some(width) = [trial, 1]
+            .into_iter()
+            .find(|&width| !prices.is_known(width))
+        {
             return width;
         }
         let value = |width: usize| {
@@ -219,10 +252,11 @@ impl WidthPolicy {
         }
         prices.since_exploration = 0;
         if best == 1 {
-            // Wide enough to learn about acceptance, narrow enough to cost little.
-            return reachable.min(4);
+            return trial;
         }
-        (1..=reachable)
+        [1, best - 1, best + 1]
+            .into_iter()
+            .filter(|width| (1..=reachable).contains(width))
             .min_by_key(|&width| prices.widths[width].1)
             .unwrap_or(best)
     }
