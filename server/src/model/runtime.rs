@@ -12,7 +12,7 @@
 use std::{
     ffi::{CStr, c_char},
     path::{Path, PathBuf},
-    sync::{Mutex, OnceLock},
+    sync::{Mutex, MutexGuard, OnceLock},
 };
 
 use ort::{
@@ -145,6 +145,17 @@ pub fn environment(
         });
     }
     Ok(&loaded.environment)
+}
+
+/// Held while a session with custom operators is made.
+///
+/// ONNX Runtime keeps one list of operator domains for the process and adds to it without a lock of its own:
+/// of two sessions that bring the same new domain at the same moment, one fails.
+pub fn registration() -> MutexGuard<'static, ()> {
+    static REGISTRATION: Mutex<()> = Mutex::new(());
+    REGISTRATION
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// The ONNX Runtime library for tests: `OUTRIDER_ONNXRUNTIME_LIBRARY`, else the one in the store of this workspace.

@@ -76,6 +76,7 @@ pub(super) fn open(
                 .error_on_failure()])
             .map_err(ort::Error::from)?;
     }
+    let _registration = runtime::registration();
     Ok(builder.commit_from_file(path)?)
 }
 

@@ -16,7 +16,9 @@ pub fn environment() -> &'static Environment {
 
 /// A session with all operators, or why there is none.
 pub fn try_session(model: &[u8], threads: usize) -> ort::Result<Session> {
-    Session::builder(environment())?
+    let environment = environment();
+    let _registration = runtime::registration();
+    Session::builder(environment)?
         .with_operators(crate::ops::domain()?)?
         .with_optimization_level(GraphOptimizationLevel::All)?
         .with_independent_thread_pool()?

@@ -230,12 +230,14 @@ impl Graph {
     /// Loads the draft graph in a directory.
     pub fn open(dir: &Path, facts: DraftFacts, tap_size: usize, slots: usize) -> Self {
         let environment = runtime::environment(&runtime::library_for_tests(), 2).unwrap();
+        let registration = runtime::registration();
         let session = Session::builder(environment)
             .unwrap()
             .with_operators(ops::domain().unwrap())
             .unwrap()
             .commit_from_file(dir.join(&facts.graph))
             .unwrap();
+        drop(registration);
         let cache = slots * MAX * facts.kv_heads * facts.head_dim;
         Self {
             session,
