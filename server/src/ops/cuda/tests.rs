@@ -371,12 +371,15 @@ fn a_session_on_the_cpu_takes_the_operators_for_the_cpu_from_the_same_domain() {
     let inputs = ["x", "coefficients", "base"];
     graph.node(crate::ops::DOMAIN, NAME, &inputs, &["y"], &attributes);
     graph.output("y", element, &["B", "W", "C"]);
-    let mut session = ort::session::Session::builder(environment())
+    let environment = environment();
+    let registration = crate::model::runtime::registration();
+    let mut session = ort::session::Session::builder(environment)
         .unwrap()
         .with_operators(domain().unwrap())
         .unwrap()
         .commit_from_memory(&graph.model())
         .unwrap();
+    drop(registration);
     let outputs = session
         .run(vec![
             ("x", value(&[1, 2, 2], &[1.0_f32, 2.0, 3.0, 4.0])),
