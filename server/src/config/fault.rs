@@ -46,6 +46,8 @@ pub enum Problem {
     },
     /// The key must be set.
     Required,
+    /// The key must be set because this other one is.
+    RequiredWith(&'static str),
     /// The value does not go with another one.
     Conflict(&'static str),
 }
@@ -64,6 +66,7 @@ impl fmt::Display for Fault {
             Problem::NotAGroup => write!(f, "is {value}, but it is a group of keys")?,
             Problem::NotAllowed { allowed } => write!(f, "is {value}, but it must be {allowed}")?,
             Problem::Required => f.write_str("is required")?,
+            Problem::RequiredWith(other) => write!(f, "is required, because {other} is set")?,
             Problem::Conflict(reason) => match &self.value {
                 Some(value) => write!(f, "is {value}, but {reason}")?,
                 None => f.write_str(reason)?,

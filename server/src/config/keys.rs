@@ -127,6 +127,78 @@ pub const KEYS: &[Key] = &[
         help: "How long running requests may go on after SIGTERM or SIGINT.",
     },
     Key {
+        path: "serving.auth.api_keys_path",
+        kind: Kind::Path,
+        default: Default::Unset("callers need no key"),
+        help: "File of the API keys that callers may use, each as its SHA-256. SIGHUP reads it again.",
+    },
+    Key {
+        path: "serving.auth.admin_tokens_path",
+        kind: Kind::Path,
+        default: Default::Unset("the admin interface asks for no token"),
+        help: "File of the tokens for the admin interface, in the same form. SIGHUP reads it again. /livez and /readyz never ask for one.",
+    },
+    Key {
+        path: "serving.auth.allow_unauthenticated",
+        kind: Kind::Flag,
+        default: Default::Value("false"),
+        help: "Serve beyond loopback without keys or tokens. Without it, such a listener needs its file.",
+    },
+    Key {
+        path: "serving.tls.certificate_path",
+        kind: Kind::Path,
+        default: Default::Unset("plain HTTP"),
+        help: "PEM file of the certificate chain of the OpenAI-compatible interface, the server's own certificate first.",
+    },
+    Key {
+        path: "serving.tls.private_key_path",
+        kind: Kind::Path,
+        default: Default::Unset("plain HTTP"),
+        help: "PEM file of the certificate's private key.",
+    },
+    Key {
+        path: "serving.http.cors_allowed_origins",
+        kind: Kind::Text,
+        default: Default::Unset("none, no browser page may call the server"),
+        help: "Origins whose pages may call the OpenAI-compatible interface, separated by commas.",
+    },
+    Key {
+        path: "serving.http.max_connections",
+        kind: Kind::Integer {
+            min: 1,
+            max: 1000000,
+        },
+        default: Default::Value("16384"),
+        help: "Connections that are open at the same time; more wait in the system's queue.",
+    },
+    Key {
+        path: "serving.http.header_timeout_ms",
+        kind: Kind::Integer {
+            min: 1,
+            max: 3600000,
+        },
+        default: Default::Value("10000"),
+        help: "Time in which the head of a request must have arrived, and a TLS handshake be done.",
+    },
+    Key {
+        path: "serving.http.body_timeout_ms",
+        kind: Kind::Integer {
+            min: 1,
+            max: 3600000,
+        },
+        default: Default::Value("30000"),
+        help: "Time in which the body of a request must have arrived.",
+    },
+    Key {
+        path: "serving.http.write_timeout_ms",
+        kind: Kind::Integer {
+            min: 1,
+            max: 3600000,
+        },
+        default: Default::Value("30000"),
+        help: "A client that takes none of its answer for this long is cut off.",
+    },
+    Key {
         path: "serving.speculative.enabled",
         kind: Kind::Flag,
         default: Default::Value("true"),
@@ -220,6 +292,36 @@ pub const KEYS: &[Key] = &[
         help: "Completions that may wait for a slot; one more is answered 429.",
     },
     Key {
+        path: "serving.runtime.queue_timeout_ms",
+        kind: Kind::Integer {
+            min: 1,
+            max: 86400000,
+        },
+        default: Default::Value("60000"),
+        help: "Longest wait for a slot; a completion that has none by then is answered 503.",
+    },
+    Key {
+        path: "serving.runtime.request_deadline_ms",
+        kind: Kind::Integer {
+            min: 1,
+            max: 86400000,
+        },
+        default: Default::Value("600000"),
+        help: "Longest time from the arrival of a request to the end of its answer, which is then ended with an error.",
+    },
+    Key {
+        path: "serving.runtime.prefix_cache",
+        kind: Kind::Flag,
+        default: Default::Value("true"),
+        help: "Start a completion from the longest beginning of its prompt that is still in the KV memory of target and draft. The output is the same either way.",
+    },
+    Key {
+        path: "serving.runtime.prefix_cache_slots",
+        kind: Kind::Integer { min: 0, max: 1024 },
+        default: Default::Value("2"),
+        help: "Slots of KV memory, beside those that run, in which beginnings of prompts are kept.",
+    },
+    Key {
         path: "serving.runtime.max_completions_per_request",
         kind: Kind::Integer { min: 1, max: 1024 },
         default: Default::Value("8"),
@@ -244,6 +346,15 @@ pub const KEYS: &[Key] = &[
         help: "/livez turns 503 when the engine has not come round its loop for this long. Keep it above the longest step.",
     },
     Key {
+        path: "serving.runtime.stall_limit_ms",
+        kind: Kind::Integer {
+            min: 100,
+            max: 86400000,
+        },
+        default: Default::Value("120000"),
+        help: "The process exits with code 70 when the engine has not come round its loop for this long, so that a supervisor starts it again. Above heartbeat_limit_ms.",
+    },
+    Key {
         path: "serving.logging.level",
         kind: Kind::OneOf(&["error", "warn", "info", "debug", "trace"]),
         default: Default::Value("info"),
@@ -260,5 +371,38 @@ pub const KEYS: &[Key] = &[
         kind: Kind::Path,
         default: Default::Unset("standard error"),
         help: "File that log records are appended to.",
+    },
+    Key {
+        path: "serving.audit.path",
+        kind: Kind::Path,
+        default: Default::Unset("no audit log"),
+        help: "File that one JSON line for each request is appended to. SIGHUP opens it again.",
+    },
+    Key {
+        path: "serving.audit.prompt_text",
+        kind: Kind::Flag,
+        default: Default::Value("false"),
+        help: "Write prompts and completions into the audit log as text.",
+    },
+    Key {
+        path: "serving.audit.max_file_bytes",
+        kind: Kind::Integer {
+            min: 65536,
+            max: 1099511627776,
+        },
+        default: Default::Value("104857600"),
+        help: "The audit log is rotated before it grows beyond this.",
+    },
+    Key {
+        path: "serving.audit.max_files",
+        kind: Kind::Integer { min: 1, max: 1000 },
+        default: Default::Value("10"),
+        help: "Files of the audit log that are kept, the present one included.",
+    },
+    Key {
+        path: "serving.telemetry.otlp_endpoint",
+        kind: Kind::Text,
+        default: Default::Unset("nothing is exported"),
+        help: "URL of an OpenTelemetry collector that spans are sent to, OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.",
     },
 ];

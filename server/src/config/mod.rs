@@ -50,13 +50,71 @@ pub struct Config {
     pub admin_listen: SocketAddr,
     /// How long running requests may go on after a stop was asked for.
     pub shutdown_grace: Duration,
+    /// Who may call.
+    pub auth: Auth,
+    /// Certificate and key, when the OpenAI-compatible interface speaks TLS.
+    pub tls: Option<Tls>,
+    /// Limits of connections.
+    pub http: Http,
     /// Drafting.
     pub speculative: Speculative,
     /// Execution and limits.
     pub runtime: Runtime,
     /// Logging.
     pub logging: Logging,
+    /// The audit log, when there is one.
+    pub audit: Option<Audit>,
+    /// Where spans are sent, when they are: the URL of an OTLP collector over HTTP.
+    pub otlp_endpoint: Option<String>,
     settings: Vec<Setting>,
+}
+
+/// Who may call.
+#[derive(Clone, Debug)]
+pub struct Auth {
+    /// File of the API keys; without one callers need none.
+    pub api_keys_path: Option<PathBuf>,
+    /// File of the tokens of the admin interface; without one it asks for none.
+    pub admin_tokens_path: Option<PathBuf>,
+    /// Whether a listener beyond loopback may do without.
+    pub allow_unauthenticated: bool,
+}
+
+/// What the OpenAI-compatible interface proves itself with.
+#[derive(Clone, Debug)]
+pub struct Tls {
+    /// PEM file of the certificate chain.
+    pub certificate_path: PathBuf,
+    /// PEM file of the private key.
+    pub private_key_path: PathBuf,
+}
+
+/// Limits of connections.
+#[derive(Clone, Debug)]
+pub struct Http {
+    /// Origins whose pages may call, separated by commas.
+    pub cors_allowed_origins: Option<String>,
+    /// Connections that are open at the same time.
+    pub max_connections: usize,
+    /// Time for the head of a request.
+    pub header_timeout: Duration,
+    /// Time for the body of a request.
+    pub body_timeout: Duration,
+    /// Longest time in which a client takes none of its answer.
+    pub write_timeout: Duration,
+}
+
+/// The audit log.
+#[derive(Clone, Debug)]
+pub struct Audit {
+    /// File to append to.
+    pub path: PathBuf,
+    /// Whether it holds prompts and completions as text.
+    pub prompt_text: bool,
+    /// Size at which it is rotated.
+    pub max_file_bytes: u64,
+    /// Files that are kept, the present one included.
+    pub max_files: usize,
 }
 
 /// Drafting.
@@ -111,12 +169,22 @@ pub struct Runtime {
     pub intra_op_threads: Option<NonZeroUsize>,
     /// Completions that may wait for a slot.
     pub queue_capacity: usize,
+    /// Longest wait for a slot.
+    pub queue_timeout: Duration,
+    /// Longest time from the arrival of a request to the end of its answer.
+    pub request_deadline: Duration,
+    /// Whether a completion starts from what is still in the KV memory of its prompt.
+    pub prefix_cache: bool,
+    /// Slots beside those that run in which beginnings of prompts are kept.
+    pub prefix_cache_slots: usize,
     /// Most completions of one request.
     pub max_completions_per_request: usize,
     /// Longest request body.
     pub request_body_limit_bytes: usize,
     /// Oldest heartbeat of an engine that counts as alive.
     pub heartbeat_limit: Duration,
+    /// Oldest heartbeat of an engine that the process goes on with.
+    pub stall_limit: Duration,
 }
 
 /// Logging.
@@ -189,6 +257,8 @@ impl Config {
                 .optional_integer(path)
                 .and_then(|value| usize::try_from(value).ok())
         };
+        let path = |path| values.text(path).map(PathBuf::from);
+        let time = |path| Duration::from_millis(values.integer(path));
         Self {
             bundle: values
                 .text("serving.bundle")
@@ -198,7 +268,27 @@ impl Config {
             model_name: values.text("serving.model_name").map(str::to_owned),
             listen: values.address("serving.listen"),
             admin_listen: values.address("serving.admin_listen"),
-            shutdown_grace: Duration::from_millis(values.integer("serving.shutdown_grace_ms")),
+            shutdown_grace: time("serving.shutdown_grace_ms"),
+            auth: Auth {
+                api_keys_path: path("serving.auth.api_keys_path"),
+                admin_tokens_path: path("serving.auth.admin_tokens_path"),
+                allow_unauthenticated: values.flag("serving.auth.allow_unauthenticated"),
+            },
+            tls: path("serving.tls.certificate_path")
+                .zip(path("serving.tls.private_key_path"))
+                .map(|(certificate_path, private_key_path)| Tls {
+                    certificate_path,
+                    private_key_path,
+                }),
+            http: Http {
+                cors_allowed_origins: values
+                    .text("serving.http.cors_allowed_origins")
+                    .map(str::to_owned),
+                max_connections: count("serving.http.max_connections"),
+                header_timeout: time("serving.http.header_timeout_ms"),
+                body_timeout: time("serving.http.body_timeout_ms"),
+                write_timeout: time("serving.http.write_timeout_ms"),
+            },
             speculative: Speculative {
                 enabled: values.flag("serving.speculative.enabled"),
                 required: values.flag("serving.speculative.required"),
@@ -223,11 +313,14 @@ impl Config {
                 intra_op_threads: optional_count("serving.runtime.intra_op_threads")
                     .and_then(NonZeroUsize::new),
                 queue_capacity: count("serving.runtime.queue_capacity"),
+                queue_timeout: time("serving.runtime.queue_timeout_ms"),
+                request_deadline: time("serving.runtime.request_deadline_ms"),
+                prefix_cache: values.flag("serving.runtime.prefix_cache"),
+                prefix_cache_slots: count("serving.runtime.prefix_cache_slots"),
                 max_completions_per_request: count("serving.runtime.max_completions_per_request"),
                 request_body_limit_bytes: count("serving.runtime.request_body_limit_bytes"),
-                heartbeat_limit: Duration::from_millis(
-                    values.integer("serving.runtime.heartbeat_limit_ms"),
-                ),
+                heartbeat_limit: time("serving.runtime.heartbeat_limit_ms"),
+                stall_limit: time("serving.runtime.stall_limit_ms"),
             },
             logging: Logging {
                 level: values
@@ -238,8 +331,17 @@ impl Config {
                     Some("json") => LogFormat::Json,
                     _ => LogFormat::Text,
                 },
-                path: values.text("serving.logging.path").map(PathBuf::from),
+                path: path("serving.logging.path"),
             },
+            audit: path("serving.audit.path").map(|path| Audit {
+                path,
+                prompt_text: values.flag("serving.audit.prompt_text"),
+                max_file_bytes: values.integer("serving.audit.max_file_bytes"),
+                max_files: count("serving.audit.max_files"),
+            }),
+            otlp_endpoint: values
+                .text("serving.telemetry.otlp_endpoint")
+                .map(str::to_owned),
             settings,
         }
     }
@@ -536,6 +638,30 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
             "serving.admin_listen",
             Problem::Conflict(
                 "serving.listen is the same address; the two listeners need their own",
+            ),
+        );
+    }
+    for (given, missing) in [
+        (
+            "serving.tls.certificate_path",
+            "serving.tls.private_key_path",
+        ),
+        (
+            "serving.tls.private_key_path",
+            "serving.tls.certificate_path",
+        ),
+    ] {
+        if is_set(given) && !is_set(missing) {
+            fault(missing, Problem::RequiredWith(given));
+        }
+    }
+    if values.integer("serving.runtime.stall_limit_ms")
+        <= values.integer("serving.runtime.heartbeat_limit_ms")
+    {
+        fault(
+            "serving.runtime.stall_limit_ms",
+            Problem::Conflict(
+                "it must be above serving.runtime.heartbeat_limit_ms, so that /livez tells before the process ends",
             ),
         );
     }

@@ -1,10 +1,14 @@
 //! What callers ask of the engine and what they get back.
 
+use std::sync::Arc;
+
 /// One request for one completion. A caller that wants `n` completions submits `n` requests with different seeds.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Name of the request in logs.
     pub id: String,
+    /// Who asks; slots are shared out fairly between callers.
+    pub caller: Arc<str>,
     /// Prompt token ids; never empty.
     pub prompt: Vec<u32>,
     /// Most tokens to generate, at least 1 (0 is allowed together with `prompt_logprobs`, for scoring a text).

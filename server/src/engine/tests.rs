@@ -98,6 +98,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request {
         id: "test".to_owned(),
+        caller: "caller".into(),
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: Sampling {

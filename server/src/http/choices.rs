@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::backend::{Backend, ModelCard};
+use super::caller::Caller;
 use super::error::ApiError;
 use super::params::Generation;
 use crate::engine::{EngineError, Event, FinishReason, Request, Sampling, TokenLogprobs, Usage};
@@ -47,6 +48,8 @@ pub struct Choices {
 pub struct Plan {
     /// Name of the request in logs.
     pub request_id: String,
+    /// Who asks.
+    pub caller: Caller,
     /// Seed of the first choice of each prompt.
     pub seed: i64,
     /// Most tokens, when the request does not say; `None` is as many as fit.
@@ -87,6 +90,7 @@ impl Choices {
                 let seed = choice_seed(plan.seed, choice);
                 let request = Request {
                     id: format!("{}/{}", plan.request_id, choices.choices.len()),
+                    caller: plan.caller.0.clone(),
                     prompt: prompt.tokens.clone(),
                     max_tokens,
                     sampling: sampling.clone(),

@@ -12,6 +12,7 @@ use super::State;
 use super::access::AccessRecord;
 use super::backend::Backend;
 use super::body;
+use super::caller::Caller;
 use super::choices::{Choices, Piece, Plan, Prompt, random_seed};
 use super::error::ApiError;
 use super::params::{
@@ -93,7 +94,7 @@ async fn answer(
         .await
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
     };
-    run(backend, prepared, record).await
+    run(backend, prepared, Caller::of(&request), record).await
 }
 
 fn check_model(backend: &dyn Backend, model: &str) -> Result<(), ApiError> {
@@ -178,6 +179,7 @@ fn prepare_chat(backend: &dyn Backend, body: Value, limits: Limits) -> Result<Pr
 async fn run(
     backend: Arc<dyn Backend>,
     prepared: Prepared,
+    caller: Caller,
     record: AccessRecord,
 ) -> Result<HttpResponse, ApiError> {
     let Prepared {
@@ -196,6 +198,7 @@ async fn run(
     let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
     let plan = Plan {
         request_id: record.request_id(),
+        caller,
         seed,
         default_max_tokens: (shape == Shape::Completion).then_some(DEFAULT_COMPLETION_TOKENS),
         // A request can only do without: whether there is drafting at all is the server's switch.

@@ -8,6 +8,7 @@ mod access;
 pub mod admin;
 pub mod backend;
 mod body;
+mod caller;
 mod choices;
 pub mod code;
 pub mod error;
