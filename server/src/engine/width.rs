@@ -13,6 +13,12 @@ const SAMPLES: u32 = 2;
 /// Steps between two that are taken to learn.
 const EXPLORATION_STEPS: u32 = 32;
 
+/// The same where drafting has not paid for a while: each step that confirms it doubles the distance to the next.
+const LONGEST_EXPLORATION_STEPS: u32 = 512;
+
+/// Share by which the value of drafting must have risen since the last such step to count as a change.
+const NOTICEABLE_RISE: f64 = 0.04;
+
 /// Width that is tried first: wide enough to learn about acceptance, narrow enough to cost little.
 const TRIAL_WIDTH: usize = 4;
 
@@ -88,6 +94,10 @@ struct Prices {
     draft: Option<f64>,
     /// Steps since one was taken to learn.
     since_exploration: u32,
+    /// Steps from that one to the next.
+    exploration_steps: u32,
+    /// Value of the best width above 1 when the last such step was taken, relative to plain steps.
+    drafting_value: f64,
 }
 
 impl Prices {
@@ -97,6 +107,8 @@ impl Prices {
             widths: vec![(0.0, 0); widest + 1],
             draft: None,
             since_exploration: 0,
+            exploration_steps: EXPLORATION_STEPS,
+            drafting_value: 0.0,
         }
     }
 
@@ -241,17 +253,29 @@ impl WidthPolicy {
             (tokens + plain_sequences as f64) / prices.step(width)
         };
         let plain = value(1);
-        let best = (2..=reachable)
-            .map(|width| (width, value(width)))
-            .max_by(|a, b| a.1.total_cmp(&b.1))
-            .filter(|(_, value)| *value > plain * (1.0 + LEAST_GAIN))
+        let drafting = (2..=reachable)
+            .map(|width| (width, value(width) / plain))
+            .max_by(|a, b| a.1.total_cmp(&b.1));
+        let best = drafting
+            .filter(|(_, gain)| *gain > 1.0 + LEAST_GAIN)
             .map_or(1, |(width, _)| width);
         prices.since_exploration += 1;
-        if prices.since_exploration < EXPLORATION_STEPS {
+        if best > 1 {
+            prices.exploration_steps = EXPLORATION_STEPS;
+        }
+        if prices.since_exploration < prices.exploration_steps {
             return best;
         }
         prices.since_exploration = 0;
         if best == 1 {
+            let drafting_value = drafting.map_or(0.0, |(_, gain)| gain);
+            let risen = drafting_value > prices.drafting_value * (1.0 + NOTICEABLE_RISE);
+            prices.exploration_steps = if risen {
+                EXPLORATION_STEPS
+            } else {
+                (2 * prices.exploration_steps).min(LONGEST_EXPLORATION_STEPS)
+            };
+            prices.drafting_value = drafting_value;
             return trial;
         }
         [1, best - 1, best + 1]
@@ -377,6 +401,17 @@ mod tests {
         world.chances = vec![0.9; 8];
         let (_, widths) = world.run(&mut policy, 3000, 0.0);
         assert!(widths[8] > 1000, "{widths:?}");
+    }
+
+    #[test]
+    fn where_drafting_never_pays_it_is_tried_less_and_less_often() {
+        let mut world = good_world();
+        world.chances = vec![0.2; 8];
+        let mut policy = WidthPolicy::new(true, 1, 8);
+        world.run(&mut policy, 1000, 0.1);
+        let (rate, widths) = world.run(&mut policy, 8000, 0.1);
+        assert!(widths[1] > 7900, "{widths:?}");
+        assert!(rate > 0.997 * world.rate(1), "{rate}");
     }
 
     #[test]
