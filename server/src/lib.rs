@@ -11,6 +11,7 @@ pub mod engine;
 pub mod http;
 pub mod lifecycle;
 pub mod loader;
+pub mod logging;
 pub mod machine;
 pub mod metrics;
 pub mod model;

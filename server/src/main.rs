@@ -4,21 +4,15 @@
 //! 69 for a port or log file that cannot be had, 70 for a fault of the server itself.
 
 use std::fmt;
-use std::io::{IsTerminal as _, Write as _};
+use std::io::Write as _;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Mutex;
 
 use clap::Parser;
-use outrider_server::config::{self, Config, LogFormat, Sources};
-use outrider_server::loader;
+use outrider_server::config::{self, Config, Sources};
 use outrider_server::service::{self, Ending};
-use tracing::Level;
-use tracing_subscriber::filter::Targets;
-use tracing_subscriber::fmt::writer::BoxMakeWriter;
-use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
-use tracing_subscriber::util::SubscriberInitExt as _;
+use outrider_server::{loader, logging};
 
 /// OpenAI-compatible ONNX Runtime server with block-parallel drafting and unchanged output.
 #[derive(Parser)]
@@ -134,7 +128,8 @@ fn fail(failure: Failure, error: impl fmt::Display) -> ExitCode {
 }
 
 fn serve(config: Config) -> Result<(), ExitCode> {
-    start_logging(&config).map_err(|error| fail(Failure::Unavailable, error))?;
+    let _log =
+        logging::start(&config.logging).map_err(|error| fail(Failure::Unavailable, error))?;
     log_start(&config);
     // Both ports are bound before anything slow begins, so that callers and probes get an answer from the first moment on.
     let listener = bind("serving.listen", config.listen)?;
@@ -175,54 +170,6 @@ fn bind(key: &str, address: SocketAddr) -> Result<TcpListener, ExitCode> {
     Ok(listener)
 }
 
-fn start_logging(config: &Config) -> Result<(), String> {
-    let writer = match &config.logging.path {
-        None => BoxMakeWriter::new(std::io::stderr),
-        Some(path) => {
-            let file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path);
-            BoxMakeWriter::new(Mutex::new(file.map_err(|error| {
-                format!(
-                    "cannot append to {} (serving.logging.path): {error}",
-                    path.display()
-                )
-            })?))
-        }
-    };
-    let colours = config.logging.path.is_none() && std::io::stderr().is_terminal();
-    let output = tracing_subscriber::fmt::layer()
-        .with_target(false)
-        .with_ansi(colours)
-        .with_writer(writer);
-    let output = match config.logging.format {
-        LogFormat::Text => output.boxed(),
-        LogFormat::Json => output.json().flatten_event(true).boxed(),
-    };
-    tracing_subscriber::registry()
-        .with(output.with_filter(filter(config.logging.level)))
-        .init();
-    Ok(())
-}
-
-/// What is logged at a level of ours. The libraries below have much to say that is of no use to an operator, until one looks for a fault.
-fn filter(level: Level) -> Targets {
-    let of_libraries = if level > Level::INFO {
-        level
-    } else {
-        level.min(Level::WARN)
-    };
-    Targets::new()
-        .with_default(of_libraries)
-        // It calls it an error when a caller speaks bad HTTP or hangs up, and has nothing else to say of use to an operator.
-        .with_target(
-            "actix_http::h1::dispatcher",
-            (level > Level::INFO).then_some(level),
-        )
-        .with_target("outrider", level)
-}
-
 fn log_start(config: &Config) {
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -231,27 +178,5 @@ fn log_start(config: &Config) {
     );
     for (key, value, origin) in config.overrides() {
         tracing::info!(key, value, %origin, "configured");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bad_http_of_callers_is_no_error_of_ours() {
-        let spoken = |level, target, of: Level| filter(level).would_enable(target, &of);
-        let dispatcher = "actix_http::h1::dispatcher";
-        assert!(!spoken(Level::INFO, dispatcher, Level::ERROR));
-        assert!(spoken(Level::DEBUG, dispatcher, Level::ERROR));
-        assert!(spoken(Level::INFO, "actix_http", Level::ERROR));
-        assert!(spoken(Level::INFO, "ort", Level::WARN));
-        assert!(!spoken(Level::INFO, "ort", Level::INFO));
-        assert!(spoken(Level::INFO, "outrider_server::loader", Level::INFO));
-        assert!(!spoken(
-            Level::ERROR,
-            "outrider_server::loader",
-            Level::WARN
-        ));
     }
 }
