@@ -42,6 +42,9 @@ pub struct Args {
     /// Only what a test run has time for: covering arrays, few prompts, short answers
     #[arg(long)]
     quick: bool,
+    /// Only the runs of these numeric forms, so that the suite can be taken in parts
+    #[arg(long, value_delimiter = ',', value_parser = reference::precision_parser())]
+    precision: Vec<Precision>,
     /// Directory for the reports [default: .outrider/lossless]
     #[arg(long, value_name = "DIR")]
     output: Option<PathBuf>,
@@ -59,7 +62,18 @@ pub fn measure(workspace: &Workspace, args: Args) -> anyhow::Result<()> {
     let binary = build::server(workspace, build::Profile::Dev)?;
     let onnxruntime = reference::onnxruntime(workspace)?;
     let mut verdicts = Vec::new();
-    let mut suite = |name: &str, runs: Vec<Run>, bundle: BundleOf<'_>| -> anyhow::Result<()> {
+    let precisions: Vec<&str> = args
+        .precision
+        .into_iter()
+        .map(reference::precision_name)
+        .collect();
+    let mut suite = |pair: &str, mut runs: Vec<Run>, bundle: BundleOf<'_>| -> anyhow::Result<()> {
+        let mut name = vec![pair];
+        if !precisions.is_empty() {
+            runs.retain(|run| precisions.contains(&run.server.bundle));
+            name.extend(&precisions);
+        }
+        let name = name.join("-");
         eprintln!("{} runs of the {name} pair\n{HEADING}", runs.len());
         let command = |key: &ServerKey| {
             let bundle = bundle(key, bundles.path())?;
@@ -70,7 +84,7 @@ pub fn measure(workspace: &Workspace, args: Args) -> anyhow::Result<()> {
         let file = output.join(format!("{name}.json"));
         write_report(&report, &file)?;
         println!("{report}\n{}", file.display());
-        verdicts.push((name.to_owned(), report.verdict()));
+        verdicts.push((name, report.verdict()));
         Ok(())
     };
     if args.pair != "reference" {
