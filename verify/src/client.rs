@@ -8,9 +8,13 @@ use std::time::Duration;
 
 use serde_json::Value;
 use ureq::http;
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 /// Most bytes of one answer that is not a stream; more is an error, so that a broken service can't fill the memory.
 const ANSWER_LIMIT_BYTES: u64 = 64 << 20;
+
+/// The environment variable that holds the key of the service.
+pub const API_KEY_VARIABLE: &str = "OUTRIDER_VERIFY_API_KEY";
 
 /// A connection to one service.
 pub struct Client {
@@ -26,6 +30,8 @@ pub struct ClientOptions {
     pub api_key: Option<String>,
     /// Most time for one request, its whole answer included.
     pub timeout: Duration,
+    /// Certificates in PEM form of the authorities to trust, in place of the system's.
+    pub ca_certificates: Option<Vec<u8>>,
 }
 
 impl Default for ClientOptions {
@@ -33,6 +39,7 @@ impl Default for ClientOptions {
         Self {
             api_key: None,
             timeout: Duration::from_secs(120),
+            ca_certificates: None,
         }
     }
 }
@@ -48,6 +55,9 @@ pub enum ClientError {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// The certificates of the authorities to trust are none.
+    #[error("the CA certificates are no PEM file with at least one certificate")]
+    CaCertificates,
     /// No connection, no TLS, no answer in time, or an answer that broke off.
     #[error("{method} {url}")]
     Transport {
@@ -60,7 +70,9 @@ pub enum ClientError {
         source: Box<ureq::Error>,
     },
     /// The service wants another key.
-    #[error("{method} {url}: the service answered {status}, give a key it accepts with --api-key")]
+    #[error(
+        "{method} {url}: the service answered {status}, give a key it accepts in {API_KEY_VARIABLE} or --api-key-file"
+    )]
     Unauthorized {
         /// HTTP method.
         method: &'static str,
@@ -115,11 +127,16 @@ impl Client {
     /// A client for `endpoint`, the address of the service with or without `/v1`, for example `http://127.0.0.1:8080`.
     pub fn new(endpoint: &str, options: ClientOptions) -> Result<Self, ClientError> {
         let base = base_of(endpoint)?;
+        let roots = match &options.ca_certificates {
+            None => RootCerts::PlatformVerifier,
+            Some(pem) => certificates(pem)?,
+        };
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
             .timeout_global(Some(options.timeout))
+            .tls_config(TlsConfig::builder().root_certs(roots).build())
             .user_agent(concat!("outrider-verify/", env!("CARGO_PKG_VERSION")))
             .build();
         Ok(Self {
@@ -287,6 +304,22 @@ fn transport(method: &'static str, url: &str, source: ureq::Error) -> ClientErro
     }
 }
 
+fn certificates(pem: &[u8]) -> Result<RootCerts, ClientError> {
+    let items: Result<Vec<_>, _> = parse_pem(pem).collect();
+    let certificates: Vec<_> = items
+        .map_err(|_| ClientError::CaCertificates)?
+        .into_iter()
+        .filter_map(|item| match item {
+            PemItem::Certificate(certificate) => Some(certificate),
+            _ => None,
+        })
+        .collect();
+    if certificates.is_empty() {
+        return Err(ClientError::CaCertificates);
+    }
+    Ok(certificates.into())
+}
+
 fn base_of(endpoint: &str) -> Result<String, ClientError> {
     let fault = |why| {
         Err(ClientError::Endpoint {
@@ -304,7 +337,7 @@ fn base_of(endpoint: &str) -> Result<String, ClientError> {
         return fault("it names no host");
     };
     if authority.as_str().contains('@') {
-        return fault("it must hold no user or password, give a key with --api-key");
+        return fault("it must hold no user or password, give a key with --api-key-file");
     }
     if uri.query().is_some() {
         return fault("it must hold no query");
@@ -335,7 +368,7 @@ mod tests {
         );
         check("127.0.0.1:8080", Err("http://"));
         check("ftp://models.example", Err("http://"));
-        check("http://user:secret@models.example", Err("--api-key"));
+        check("http://user:secret@models.example", Err("--api-key-file"));
         check("http://models.example?x=1", Err("query"));
         check("not a url", Err("no URL"));
     }

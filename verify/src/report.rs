@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::Serialize;
+use serde_json::Value;
 
 /// Version of the JSON form of a report.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -25,10 +26,14 @@ pub enum Outcome {
 pub enum Verdict {
     /// Every check passed, or was skipped because the service lacks what it is about: exit code 0.
     Pass,
-    /// At least one check failed: exit code 1.
+    /// At least one check failed, or at least one answer differs: exit code 1.
     Fail,
     /// The run ended before its last check, whatever the others said: exit code 2.
     CouldNotRun,
+    /// Nothing wrong was seen, but what was seen does not prove the promise: exit code 3.
+    Inconclusive,
+    /// The output is right, and too slow: exit code 4.
+    BelowGate,
 }
 
 impl Verdict {
@@ -38,7 +43,35 @@ impl Verdict {
             Self::Pass => 0,
             Self::Fail => 1,
             Self::CouldNotRun => 2,
+            Self::Inconclusive => 3,
+            Self::BelowGate => 4,
         }
+    }
+
+    /// The verdict of several runs together: that of the one which says most against the service.
+    pub fn of_all(verdicts: impl IntoIterator<Item = Self>) -> Self {
+        let weight = |verdict: &Self| match verdict {
+            Self::Pass => 0,
+            Self::Inconclusive => 1,
+            Self::BelowGate => 2,
+            Self::CouldNotRun => 3,
+            Self::Fail => 4,
+        };
+        let worst = verdicts.into_iter().max_by_key(weight);
+        // A run of nothing proves nothing.
+        worst.unwrap_or(Self::Inconclusive)
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Pass => "pass",
+            Self::Fail => "fail",
+            Self::CouldNotRun => "could not run",
+            Self::Inconclusive => "inconclusive",
+            Self::BelowGate => "below the gate",
+        })
     }
 }
 
@@ -66,6 +99,43 @@ pub struct Model {
     pub lossless_class: Option<String>,
     /// State of drafting, where the service gives it.
     pub drafting: Option<String>,
+}
+
+impl Model {
+    /// Reads an entry of `/v1/models`, `None` when it has no name.
+    pub fn from_entry(entry: &Value) -> Option<Self> {
+        let text = |pointer: &str| {
+            entry
+                .pointer(pointer)
+                .and_then(Value::as_str)
+                .map(str::to_owned)
+        };
+        Some(Self {
+            id: text("/id")?,
+            bundle_digest: text("/bundle_digest"),
+            lossless_class: text("/lossless_class"),
+            drafting: text("/speculation/drafting"),
+        })
+    }
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let facts = [
+            ("bundle digest", &self.bundle_digest),
+            ("lossless class", &self.lossless_class),
+            ("drafting", &self.drafting),
+        ];
+        writeln!(f, "model {}", self.id)?;
+        for (name, value) in facts {
+            writeln!(
+                f,
+                "  {name:<15} {}",
+                value.as_deref().unwrap_or("not given")
+            )?;
+        }
+        Ok(())
+    }
 }
 
 /// A run.
@@ -132,23 +202,7 @@ impl fmt::Display for Report {
             self.tool_version, self.command, self.endpoint
         )?;
         if let Some(model) = &self.model {
-            let unknown = "not given";
-            writeln!(f, "model {}", model.id)?;
-            writeln!(
-                f,
-                "  bundle digest   {}",
-                model.bundle_digest.as_deref().unwrap_or(unknown)
-            )?;
-            writeln!(
-                f,
-                "  lossless class  {}",
-                model.lossless_class.as_deref().unwrap_or(unknown)
-            )?;
-            writeln!(
-                f,
-                "  drafting        {}",
-                model.drafting.as_deref().unwrap_or(unknown)
-            )?;
+            write!(f, "{model}")?;
         }
         writeln!(f)?;
         for check in &self.checks {

@@ -312,19 +312,11 @@ fn models_list(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
     let entry = listed
         .iter()
         .find(|model| id_of(model).as_deref() == Some(&wanted));
-    let text = |field| {
-        entry
-            .and_then(|model| model.get(field))
-            .and_then(Value::as_str)
-            .map(str::to_owned)
-    };
     smoke.speculation = entry.and_then(|model| model.get("speculation")).cloned();
-    smoke.model = Some(Model {
+    smoke.model = Some(entry.and_then(Model::from_entry).unwrap_or_else(|| Model {
         id: wanted.clone(),
-        bundle_digest: text("bundle_digest"),
-        lossless_class: text("lossless_class"),
-        drafting: smoke.drafting().map(str::to_owned),
-    });
+        ..Model::default()
+    }));
     if entry.is_none() {
         return Err(Stop::Fail(format!(
             "{} [{}], without `{wanted}`",

@@ -2,10 +2,12 @@
 //!
 //! Token ids are an extension (`return_token_ids`) that several servers share; they are read where present and never required here.
 
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 /// One of the two generation interfaces.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Api {
     /// `/v1/completions`.
     Completions,
@@ -77,7 +79,7 @@ pub struct Generation {
 }
 
 /// Token counts of one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: u64,
@@ -88,7 +90,7 @@ pub struct Usage {
 }
 
 /// What drafting did for one request (`usage.speculative`, an extension).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Speculative {
     /// Drafted tokens that the target checked.
     pub drafted_tokens: u64,
@@ -96,6 +98,13 @@ pub struct Speculative {
     pub accepted_tokens: u64,
     /// Target passes that checked drafted tokens.
     pub steps: u64,
+}
+
+impl Speculative {
+    /// Tokens that a target pass with drafted tokens brought, `None` without such a pass.
+    pub fn acceptance_length(&self) -> Option<f64> {
+        (self.steps > 0).then(|| 1.0 + self.accepted_tokens as f64 / self.steps as f64)
+    }
 }
 
 impl std::ops::AddAssign for Speculative {
@@ -157,6 +166,97 @@ impl Generation {
         }
         Ok(whole)
     }
+}
+
+/// One generated token with what the service found most likely in its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Alternatives {
+    /// Text of the token that was chosen.
+    pub token: String,
+    /// Text and log-probability (natural logarithm) of the most likely tokens, best first.
+    pub top: Vec<(String, f64)>,
+}
+
+impl Alternatives {
+    /// By how much the best token is more likely than the second, in nats; `None` when the service did not name two.
+    pub fn margin(&self) -> Option<f64> {
+        match self.top.as_slice() {
+            [(_, first), (_, second), ..] => Some(first - second),
+            _ => None,
+        }
+    }
+}
+
+impl Api {
+    /// Asks for the two most likely tokens at each position.
+    pub fn ask_alternatives(self, request: &mut Map<String, Value>) {
+        match self {
+            Self::Completions => {
+                request.insert("logprobs".into(), 2.into());
+            }
+            Self::Chat => {
+                request.insert("logprobs".into(), true.into());
+                request.insert("top_logprobs".into(), 2.into());
+            }
+        }
+    }
+}
+
+/// The alternatives of a whole answer, `None` when it has none.
+pub fn alternatives(api: Api, answer: &Value) -> Option<Vec<Alternatives>> {
+    let logprobs = answer.pointer("/choices/0/logprobs")?;
+    let mut found = match api {
+        Api::Completions => completion_alternatives(logprobs)?,
+        Api::Chat => logprobs
+            .get("content")?
+            .as_array()?
+            .iter()
+            .map(chat_alternatives)
+            .collect::<Option<Vec<_>>>()?,
+    };
+    for entry in &mut found {
+        entry.top.sort_by(|a, b| b.1.total_cmp(&a.1));
+    }
+    Some(found)
+}
+
+fn completion_alternatives(logprobs: &Value) -> Option<Vec<Alternatives>> {
+    // Some servers answer completions in the shape of chat.
+    if let Some(content) = logprobs.get("content").and_then(Value::as_array) {
+        return content.iter().map(chat_alternatives).collect();
+    }
+    let tokens = logprobs.get("tokens")?.as_array()?;
+    let tops = logprobs.get("top_logprobs")?.as_array()?;
+    let entry = |(token, top): (&Value, &Value)| {
+        let top = top
+            .as_object()?
+            .iter()
+            .map(|(text, logprob)| Some((text.clone(), logprob.as_f64()?)))
+            .collect::<Option<Vec<_>>>()?;
+        Some(Alternatives {
+            token: token.as_str()?.to_owned(),
+            top,
+        })
+    };
+    tokens.iter().zip(tops).map(entry).collect()
+}
+
+fn chat_alternatives(entry: &Value) -> Option<Alternatives> {
+    let top = entry
+        .get("top_logprobs")?
+        .as_array()?
+        .iter()
+        .map(|top| {
+            Some((
+                top.get("token")?.as_str()?.to_owned(),
+                top.get("logprob")?.as_f64()?,
+            ))
+        })
+        .collect::<Option<Vec<_>>>()?;
+    Some(Alternatives {
+        token: entry.get("token")?.as_str()?.to_owned(),
+        top,
+    })
 }
 
 /// Message and type of an OpenAI error body.

@@ -132,7 +132,7 @@ fn without_an_answer_to_judge_there_is_no_pass() {
     check(Fault::StreamCut, "the stream broke off after 2 events");
     check(
         Fault::Unauthorized,
-        "the service answered 401, give a key it accepts with --api-key",
+        "the service answered 401, give a key it accepts in OUTRIDER_VERIFY_API_KEY or --api-key-file",
     );
     check(Fault::NoModels, "no model to ask");
 }
