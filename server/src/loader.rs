@@ -14,8 +14,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use crate::config::{Config, ExecutionProvider};
 use crate::draft::Drafter;
 use crate::engine::{
-    self, EngineHandle, EngineOptions, EngineStatus, Event, Loaded, ModelLimits, Request,
-    SpeculationError, SubmitError, TextSink,
+    self, Clock, EngineHandle, EngineLimits, EngineOptions, EngineStatus, Event, Loaded,
+    ModelLimits, Request, SpeculationError, SubmitError, TextSink,
 };
 use crate::http::backend::{Backend, DraftCard, ModelCard};
 use crate::lifecycle::{Latch, Startup};
@@ -72,8 +72,13 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     );
 
     let options = EngineOptions {
-        queue_capacity: config.runtime.queue_capacity,
-        prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
+        limits: EngineLimits {
+            queue_capacity: config.runtime.queue_capacity,
+            queue_timeout: config.runtime.queue_timeout,
+            request_deadline: config.runtime.request_deadline,
+            prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
+        },
+        clock: Clock::default(),
         speculate: config.speculative.enabled,
         draft_block_size: config.speculative.draft_block_size,
         adaptive_width: config.speculative.adaptive_width,
@@ -278,6 +283,10 @@ impl Backend for EngineBackend {
 
     fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError> {
         self.engine.set_speculation(enabled)
+    }
+
+    fn set_limits(&self, limits: EngineLimits) {
+        self.engine.set_limits(limits);
     }
 
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {

@@ -131,6 +131,18 @@ pub const METRICS: &[Metric] = &[
         help: "Completions that wait for a slot",
     },
     Metric {
+        name: "outrider_completions_failed_total",
+        kind: Kind::Counter,
+        labels: &["cause"],
+        help: "Completions that failed or were not taken, by cause: queue_full, queue_timeout, deadline_exceeded, non_finite_logits, step_failed, stopped",
+    },
+    Metric {
+        name: "outrider_queue_wait_seconds",
+        kind: Kind::Histogram(REQUEST_SECONDS),
+        labels: &[],
+        help: "Time that a completion waited for its slot",
+    },
+    Metric {
         name: "outrider_step_seconds",
         kind: Kind::Histogram(STEP_SECONDS),
         labels: &[],

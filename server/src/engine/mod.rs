@@ -3,6 +3,8 @@
 //! It knows tokens, slots and steps; it does no network or file I/O and knows nothing of HTTP.
 //! Callers hold an [`EngineHandle`] and receive [`Event`]s; dropping the receiver cancels the request.
 
+mod clock;
+mod queue;
 pub mod request;
 pub mod sampler;
 mod sequence;
@@ -13,14 +15,14 @@ mod step;
 mod tests;
 mod width;
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+pub use clock::Clock;
 pub use request::{
     EngineError, Event, FinishReason, Request, Sampling, SpeculativeUsage, SubmitError,
     TokenLogprobs, Usage,
@@ -30,7 +32,8 @@ pub use speculation::Draft;
 pub use status::{Drafting, EngineStatus, LosslessClass, ModelLimits, Phase, SpeculationStatus};
 
 use crate::model::{ModelError, ProbeReport, Target, TargetShape};
-use sequence::Sequence;
+use queue::{Queue, Waiting};
+use sequence::{Running, Sequence};
 use speculation::Speculation;
 use step::Stepper;
 
@@ -38,18 +41,31 @@ use step::Stepper;
 const IDLE_HEARTBEAT: Duration = Duration::from_millis(200);
 
 /// Settings of the engine.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct EngineOptions {
-    /// Requests that may wait for a slot.
-    pub queue_capacity: usize,
-    /// Prompt tokens fed in one step.
-    pub prefill_chunk_tokens: usize,
+    /// Limits, until [`EngineHandle::set_limits`] sets others.
+    pub limits: EngineLimits,
+    /// What limits are measured by.
+    pub clock: Clock,
     /// Whether to draft, until [`EngineHandle::set_speculation`] says otherwise.
     pub speculate: bool,
     /// Widest draft block in tokens, when it is not the draft's own; at least 2.
     pub draft_block_size: Option<usize>,
     /// Whether measured costs and acceptance choose how much of a block is checked, down to nothing; otherwise it is always all of it.
     pub adaptive_width: bool,
+}
+
+/// Limits that can be changed while the engine runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineLimits {
+    /// Requests that may wait for a slot.
+    pub queue_capacity: usize,
+    /// Longest wait for a slot; a request that has none by then fails with [`EngineError::QueueTimeout`].
+    pub queue_timeout: Duration,
+    /// Longest time from the arrival of a request to its last token; a request that takes longer fails with [`EngineError::DeadlineExceeded`].
+    pub request_deadline: Duration,
+    /// Prompt tokens fed in one step, at least 1.
+    pub prefill_chunk_tokens: usize,
 }
 
 /// Makes the text side of a sequence from the request's stop strings.
@@ -79,22 +95,15 @@ struct Shared {
     queue: Mutex<Queue>,
     /// Signalled when a request arrives or the engine is asked to end.
     wake: Condvar,
-    queue_capacity: usize,
+    limits: Mutex<EngineLimits>,
+    clock: Clock,
     started: Instant,
     heartbeat_ms: AtomicU64,
-    running: AtomicUsize,
+    /// Completions that hold a slot; read and raised under the lock of the queue, so that none is missed or counted twice on its way.
+    running: Arc<AtomicUsize>,
     stop_now: AtomicBool,
     speculate: AtomicBool,
     facts: Mutex<Facts>,
-}
-
-#[derive(Default)]
-struct Queue {
-    waiting: VecDeque<(Request, UnboundedSender<Event>)>,
-    /// Whether requests are taken.
-    open: bool,
-    /// Whether the engine ends when it has nothing left to do.
-    draining: bool,
 }
 
 struct Facts {
@@ -114,10 +123,11 @@ pub fn start(
     let shared = Arc::new(Shared {
         queue: Mutex::default(),
         wake: Condvar::new(),
-        queue_capacity: options.queue_capacity,
+        limits: Mutex::new(options.limits),
+        clock: options.clock.clone(),
         started: Instant::now(),
         heartbeat_ms: AtomicU64::new(0),
-        running: AtomicUsize::new(0),
+        running: Arc::default(),
         stop_now: AtomicBool::new(false),
         speculate: AtomicBool::new(options.speculate),
         facts: Mutex::new(Facts {
@@ -144,11 +154,11 @@ pub fn start(
 }
 
 impl EngineHandle {
-    /// Queues a request. Dropping the receiver cancels it.
+    /// Queues a request. Dropping the receiver cancels it: its place or slot is free within one step.
     ///
     /// # Errors
     ///
-    /// The request doesn't fit the model, the queue is full, or the engine is not ready.
+    /// The request doesn't fit the model, the queue is full and its places are shared fairly, or the engine is not ready.
     pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
         let shape = lock(&self.shared.facts)
             .shape
@@ -159,14 +169,17 @@ impl EngineHandle {
         if !queue.open {
             return Err(SubmitError::NotReady);
         }
-        queue.waiting.retain(|(_, events)| !events.is_closed());
-        if queue.waiting.len() >= self.shared.queue_capacity {
-            return Err(SubmitError::QueueFull {
-                limit: self.shared.queue_capacity,
-            });
-        }
-        let (sender, receiver) = unbounded_channel();
-        queue.waiting.push_back((request, sender));
+        let limit = lock(&self.shared.limits).queue_capacity;
+        let (events, receiver) = unbounded_channel();
+        let waiting = Waiting {
+            request,
+            events,
+            since: self.shared.clock.now(),
+        };
+        queue.push(waiting, limit).map_err(|retry_after| {
+            count_failures("queue_full");
+            SubmitError::QueueFull { limit, retry_after }
+        })?;
         drop(queue);
         self.shared.wake.notify_one();
         Ok(receiver)
@@ -174,7 +187,10 @@ impl EngineHandle {
 
     /// A snapshot.
     pub fn status(&self) -> EngineStatus {
-        let waiting = lock(&self.shared.queue).waiting.len();
+        let (waiting, running) = {
+            let queue = lock(&self.shared.queue);
+            (queue.len(), self.shared.running.load(Ordering::SeqCst))
+        };
         let facts = lock(&self.shared.facts);
         let now_ms = self.shared.started.elapsed().as_millis() as u64;
         let heartbeat_ms = self.shared.heartbeat_ms.load(Ordering::Relaxed);
@@ -182,7 +198,7 @@ impl EngineHandle {
             phase: facts.phase,
             detail: facts.detail.clone(),
             heartbeat_age: Duration::from_millis(now_ms.saturating_sub(heartbeat_ms)),
-            running: self.shared.running.load(Ordering::Relaxed),
+            running,
             waiting,
             lossless: facts.lossless,
             speculation: facts.speculation.clone().map(|mut status| {
@@ -217,6 +233,16 @@ impl EngineHandle {
                 Ok(())
             }
         }
+    }
+
+    /// The limits that hold.
+    pub fn engine_limits(&self) -> EngineLimits {
+        *lock(&self.shared.limits)
+    }
+
+    /// Changes the limits from the next step on, for requests that wait or run as well; none of them loses its place for it.
+    pub fn set_limits(&self, limits: EngineLimits) {
+        *lock(&self.shared.limits) = limits;
     }
 
     /// What the model accepts, once it is loaded.
@@ -276,12 +302,9 @@ impl Drop for Ended<'_> {
         facts.phase = Phase::Failed;
         facts.detail = self.fault.take().unwrap_or_else(|| "stopped".to_owned());
         drop(facts);
-        self.shared.running.store(0, Ordering::Relaxed);
         let mut queue = lock(&self.shared.queue);
         queue.open = false;
-        for (_, events) in queue.waiting.drain(..) {
-            let _ = events.send(Event::Failed(EngineError::Stopped));
-        }
+        queue.fail_all(&EngineError::Stopped);
     }
 }
 
@@ -309,6 +332,7 @@ fn run(
     }
     {
         let mut queue = lock(&shared.queue);
+        queue.slots = target.shape().slots;
         queue.open = !queue.draining;
     }
 
@@ -317,20 +341,25 @@ fn run(
         speculation,
         probe.rule,
         eos_token_ids,
-        options.prefill_chunk_tokens,
+        shared.clock.clone(),
     );
     loop {
+        let limits = *lock(&shared.limits);
         stepper.drop_cancelled();
+        stepper.expire(limits.request_deadline);
         if shared.stop_now.load(Ordering::Relaxed) {
             stepper.fail_all(&EngineError::Stopped);
             return Ok(());
         }
-        if !admit(shared, &mut stepper, &text) {
+        if !admit(shared, &limits, &mut stepper, &text) {
             return Ok(());
         }
         if stepper.running() > 0 {
             let started = Instant::now();
-            let step = stepper.step(shared.speculate.load(Ordering::Relaxed));
+            let step = stepper.step(
+                shared.speculate.load(Ordering::Relaxed),
+                limits.prefill_chunk_tokens,
+            );
             let elapsed = started.elapsed();
             let in_models = step.prefill_time + step.verify_time + step.draft_time;
             metrics::histogram!("outrider_step_seconds").record(elapsed.as_secs_f64());
@@ -349,7 +378,6 @@ fn run(
             metrics::counter!("outrider_generated_tokens_total")
                 .increment(step.committed_tokens as u64);
         }
-        shared.running.store(stepper.running(), Ordering::Relaxed);
         {
             let mut facts = lock(&shared.facts);
             if facts.speculation.as_ref().map(|status| status.drafting)
@@ -363,16 +391,28 @@ fn run(
 }
 
 /// Moves waiting requests into free slots; waits when there is nothing to do. False when the engine should end.
-fn admit(shared: &Shared, stepper: &mut Stepper, text: &TextSinks) -> bool {
+fn admit(shared: &Shared, limits: &EngineLimits, stepper: &mut Stepper, text: &TextSinks) -> bool {
     let mut queue = lock(&shared.queue);
+    for held in stepper.take_occupancies() {
+        queue.record_occupancy(held);
+    }
+    let now = shared.clock.now();
+    queue.expire(limits, now);
     while stepper.has_room() {
-        let Some((request, events)) = queue.waiting.pop_front() else {
+        let Some(waiting) = queue.next(|caller| stepper.running_of(caller)) else {
             break;
         };
-        if !events.is_closed() {
-            let sink = text(&request.stop);
-            stepper.admit(Sequence::new(request, events, sink));
-        }
+        metrics::histogram!("outrider_queue_wait_seconds")
+            .record(now.saturating_duration_since(waiting.since).as_secs_f64());
+        let sink = text(&waiting.request.stop);
+        let running = Running::new(Arc::clone(&shared.running));
+        stepper.admit(Sequence::new(
+            waiting.request,
+            waiting.events,
+            sink,
+            running,
+            now,
+        ));
     }
     if stepper.running() > 0 {
         return true;
@@ -419,6 +459,15 @@ fn check(request: &Request, shape: &TargetShape) -> Result<(), SubmitError> {
         Some(&id) => Err(SubmitError::UnknownToken { id, vocab_size }),
         None => Ok(()),
     }
+}
+
+/// Counts a completion that failed, or was never taken, by cause.
+fn count_failures(cause: &'static str) {
+    metrics::counter!("outrider_completions_failed_total", "cause" => cause).increment(1);
+}
+
+fn count_failure(error: &EngineError) {
+    count_failures(error.cause());
 }
 
 fn beat(shared: &Shared) {

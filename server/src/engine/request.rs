@@ -1,6 +1,7 @@
 //! What callers ask of the engine and what they get back.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// One request for one completion. A caller that wants `n` completions submits `n` requests with different seeds.
 #[derive(Clone, Debug)]
@@ -9,6 +10,8 @@ pub struct Request {
     pub id: String,
     /// Who asks; slots are shared out fairly between callers.
     pub caller: Arc<str>,
+    /// When the request arrived, by the engine's clock; its deadline counts from here.
+    pub arrived: Instant,
     /// Prompt token ids; never empty.
     pub prompt: Vec<u32>,
     /// Most tokens to generate, at least 1 (0 is allowed together with `prompt_logprobs`, for scoring a text).
@@ -177,13 +180,15 @@ pub enum SubmitError {
     QueueFull {
         /// Most requests that may wait.
         limit: usize,
+        /// How long the caller should stay away.
+        retry_after: Duration,
     },
     /// The model is not loaded yet, or the server is going down.
     #[error("the engine is not ready")]
     NotReady,
 }
 
-/// Why a running request failed.
+/// Why a request that was taken failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
     /// The target returned NaN or infinite logits for this request.
@@ -192,7 +197,41 @@ pub enum EngineError {
     /// The step this request was part of failed.
     #[error("an engine step failed: {0}")]
     StepFailed(String),
+    /// No slot became free in time.
+    #[error("no slot became free within {} ms", .limit.as_millis())]
+    QueueTimeout {
+        /// Longest wait for a slot.
+        limit: Duration,
+        /// How long the caller should stay away.
+        retry_after: Duration,
+    },
+    /// The queue is full, and the request's place went to a caller who holds fewer.
+    #[error("the place in the queue went to a caller who holds fewer")]
+    Displaced {
+        /// How long the caller should stay away.
+        retry_after: Duration,
+    },
+    /// The request was not complete in time.
+    #[error("the request was not complete within {} ms", .limit.as_millis())]
+    DeadlineExceeded {
+        /// Longest time from the arrival of a request to its last token.
+        limit: Duration,
+    },
     /// The engine stopped.
     #[error("the engine stopped")]
     Stopped,
+}
+
+impl EngineError {
+    /// The name that metrics show.
+    pub fn cause(&self) -> &'static str {
+        match self {
+            Self::NonFiniteLogits => "non_finite_logits",
+            Self::StepFailed(_) => "step_failed",
+            Self::QueueTimeout { .. } => "queue_timeout",
+            Self::Displaced { .. } => "queue_full",
+            Self::DeadlineExceeded { .. } => "deadline_exceeded",
+            Self::Stopped => "stopped",
+        }
+    }
 }

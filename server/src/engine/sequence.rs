@@ -3,6 +3,10 @@
 //! A token becomes part of the sequence only through [`Sequence::commit`], which walks the end conditions in one place:
 //! the first of end-of-sequence token, stop string and length wins.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::request::{
@@ -19,6 +23,22 @@ pub trait TextSink: Send {
     fn finish(&mut self) -> String;
 }
 
+/// Counts a completion among those that hold a slot until it is dropped.
+pub(super) struct Running(Arc<AtomicUsize>);
+
+impl Running {
+    pub(super) fn new(count: Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// A request that holds a slot.
 pub(super) struct Sequence {
     request: Request,
@@ -32,6 +52,9 @@ pub(super) struct Sequence {
     /// What the drafter holds and proposes for it.
     pub(super) draft: SequenceDraft,
     usage: SpeculativeUsage,
+    /// Given up before the caller is told the end, so that nobody who knows of the end still sees it counted.
+    running: Option<Running>,
+    admitted: Instant,
 }
 
 /// Whether a sequence goes on after a commit.
@@ -46,6 +69,8 @@ impl Sequence {
         request: Request,
         events: UnboundedSender<Event>,
         text: Box<dyn TextSink>,
+        running: Running,
+        admitted: Instant,
     ) -> Self {
         let tokens = request.prompt.clone();
         Self {
@@ -57,7 +82,14 @@ impl Sequence {
             prompt_logprobs: Vec::new(),
             draft: SequenceDraft::default(),
             usage: SpeculativeUsage::default(),
+            running: Some(running),
+            admitted,
         }
+    }
+
+    /// When it got its slot.
+    pub(super) fn admitted(&self) -> Instant {
+        self.admitted
     }
 
     pub(super) fn request(&self) -> &Request {
@@ -185,6 +217,8 @@ impl Sequence {
 
     /// Tells the caller that the request failed.
     pub(super) fn fail(&mut self, error: EngineError) {
+        super::count_failure(&error);
+        self.running = None;
         self.send(Event::Failed(error));
     }
 
@@ -194,7 +228,8 @@ impl Sequence {
         Progress::Finished
     }
 
-    fn send_finished(&self, reason: FinishReason, text: String) {
+    fn send_finished(&mut self, reason: FinishReason, text: String) {
+        self.running = None;
         let usage = Usage {
             prompt_tokens: self.request.prompt.len(),
             completion_tokens: self.generated(),

@@ -2,6 +2,7 @@
 //!
 //! A step feeds prompt chunks up to the token budget, one sequence at a time, and then one row batch of all decoding sequences:
 //! for each its newest token and what was drafted behind it.
+//! Prompts take turns, so a long one holds up a short one for one chunk, and running streams advance in every step.
 //! The two are separate passes because a pass has one width: a chunk beside single tokens would pad every one of them to the chunk.
 //! Right behind a pass, while its taps are where the target left them, the drafter appends those of the tokens that were kept and proposes the next blocks.
 //! A pass that fails or panics fails the sequences it carried, nothing else.
@@ -10,6 +11,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
+use super::clock::Clock;
 use super::request::EngineError;
 use super::sampler::{Sampler, logprobs};
 use super::sequence::{Progress, Sequence};
@@ -26,10 +28,13 @@ pub(super) struct Stepper {
     sampler: Sampler,
     rule: WidthRule,
     eos: Vec<u32>,
-    prefill_chunk_tokens: usize,
-    /// The sequence in each slot, with its order of arrival.
+    clock: Clock,
+    /// The sequence in each slot, with its turn to feed its prompt; the lowest is next.
     slots: Vec<Option<(u64, Sequence)>>,
-    arrivals: u64,
+    /// The turn behind all others.
+    last_turn: u64,
+    /// How long slots were held that have become free.
+    occupancies: Vec<Duration>,
 }
 
 /// What a target pass is for.
@@ -64,7 +69,7 @@ impl Stepper {
         speculation: Speculation,
         rule: WidthRule,
         eos: Vec<u32>,
-        prefill_chunk_tokens: usize,
+        clock: Clock,
     ) -> Self {
         let slots = (0..target.shape().slots).map(|_| None).collect();
         Self {
@@ -73,9 +78,10 @@ impl Stepper {
             sampler: Sampler::default(),
             rule,
             eos,
-            prefill_chunk_tokens,
+            clock,
             slots,
-            arrivals: 0,
+            last_turn: 0,
+            occupancies: Vec::new(),
         }
     }
 
@@ -96,27 +102,59 @@ impl Stepper {
     /// No slot is free.
     pub(super) fn admit(&mut self, sequence: Sequence) {
         let slot = self.slots.iter_mut().find(|slot| slot.is_none());
-        *slot.expect("the caller saw a free slot") = Some((self.arrivals, sequence));
-        self.arrivals += 1;
+        *slot.expect("the caller saw a free slot") = Some((self.last_turn, sequence));
+        self.last_turn += 1;
+    }
+
+    /// Sequences of `caller` that hold a slot.
+    pub(super) fn running_of(&self, caller: &str) -> usize {
+        let sequences = self.slots.iter().flatten();
+        sequences
+            .filter(|(_, sequence)| &*sequence.request().caller == caller)
+            .count()
+    }
+
+    /// How long each slot was held that has become free since this was last asked.
+    pub(super) fn take_occupancies(&mut self) -> Vec<Duration> {
+        std::mem::take(&mut self.occupancies)
+    }
+
+    /// Frees the slot of a sequence that has ended.
+    fn release(&mut self, sequence: Sequence) {
+        let held = self
+            .clock
+            .now()
+            .saturating_duration_since(sequence.admitted());
+        self.occupancies.push(held);
     }
 
     /// Frees the slots of sequences whose callers are gone.
     pub(super) fn drop_cancelled(&mut self) {
-        for slot in &mut self.slots {
-            if slot
-                .as_ref()
-                .is_some_and(|(_, sequence)| sequence.is_cancelled())
-            {
-                *slot = None;
+        self.end_where(Sequence::is_cancelled, |_| ());
+    }
+
+    /// Fails the sequences whose requests arrived longer ago than `limit`.
+    pub(super) fn expire(&mut self, limit: Duration) {
+        let now = self.clock.now();
+        self.end_where(
+            |sequence| now.saturating_duration_since(sequence.request().arrived) >= limit,
+            |sequence| sequence.fail(EngineError::DeadlineExceeded { limit }),
+        );
+    }
+
+    fn end_where(&mut self, ends: impl Fn(&Sequence) -> bool, end: impl Fn(&mut Sequence)) {
+        for slot in 0..self.slots.len() {
+            let entry = self.slots[slot].take_if(|(_, sequence)| ends(sequence));
+            if let Some((_, mut sequence)) = entry {
+                end(&mut sequence);
+                self.release(sequence);
             }
         }
     }
 
     /// Fails every running sequence.
     pub(super) fn fail_all(&mut self, error: &EngineError) {
-        for (_, mut sequence) in self.slots.iter_mut().filter_map(Option::take) {
-            sequence.fail(error.clone());
-        }
+        self.end_where(|_| true, |sequence| sequence.fail(error.clone()));
     }
 
     /// Whether the engine drafts.
@@ -124,13 +162,12 @@ impl Stepper {
         &self.speculation
     }
 
-    /// Runs one step; `speculate` is the state of the switch.
-    pub(super) fn step(&mut self, speculate: bool) -> StepReport {
+    /// Runs one step; `speculate` is the state of the switch, and at most `budget` prompt tokens are fed.
+    pub(super) fn step(&mut self, speculate: bool, mut budget: usize) -> StepReport {
         let mut report = StepReport::default();
         self.speculation.begin_step(speculate);
         // Chosen before the prompts are fed: a sequence whose prompt ends in this step decodes from the next one on.
         let decoding = self.decoding_slots();
-        let mut budget = self.prefill_chunk_tokens;
         while budget > 0 {
             let Some((slot, batch)) = self.prefill_batch(budget) else {
                 break;
@@ -161,16 +198,17 @@ impl Stepper {
         slots
     }
 
-    /// The next chunk of the prompt that arrived first.
-    fn prefill_batch(&self, budget: usize) -> Option<(usize, Batch)> {
-        let waiting = self.slots.iter().enumerate().filter_map(|(slot, entry)| {
-            entry
-                .as_ref()
-                .map(|(arrival, sequence)| (slot, arrival, sequence))
+    /// The next chunk of the prompt whose turn it is; the turn passes on.
+    fn prefill_batch(&mut self, budget: usize) -> Option<(usize, Batch)> {
+        let entries = self.slots.iter_mut().enumerate();
+        let prefilling = entries.filter_map(|(slot, entry)| {
+            let (turn, sequence) = entry.as_mut()?;
+            sequence.is_prefilling().then_some((slot, turn))
         });
-        let (slot, _, sequence) = waiting
-            .filter(|(_, _, sequence)| sequence.is_prefilling())
-            .min_by_key(|(_, arrival, _)| **arrival)?;
+        let (slot, turn) = prefilling.min_by_key(|(_, turn)| **turn)?;
+        *turn = self.last_turn;
+        self.last_turn += 1;
+        let (_, sequence) = self.slots[slot].as_ref()?;
         let scores_prompt = sequence.request().prompt_logprobs.is_some();
         let limit = if scores_prompt {
             budget.min(PROMPT_LOGPROB_ROWS)
@@ -319,7 +357,7 @@ impl Stepper {
             Err(panic) => Some(panic_text(panic.as_ref())),
         };
         for &slot in slots {
-            let Some((arrival, mut sequence)) = self.slots[slot].take() else {
+            let Some((turn, mut sequence)) = self.slots[slot].take() else {
                 continue;
             };
             let row_index = slot - batch.first_slot;
@@ -333,13 +371,17 @@ impl Stepper {
             match result {
                 Ok((Progress::Running, committed)) => {
                     report.committed_tokens += committed;
-                    self.slots[slot] = Some((arrival, sequence));
+                    self.slots[slot] = Some((turn, sequence));
                 }
-                Ok((Progress::Finished, committed)) => report.committed_tokens += committed,
+                Ok((Progress::Finished, committed)) => {
+                    report.committed_tokens += committed;
+                    self.release(sequence);
+                }
                 Err(error) => {
                     tracing::warn!(request_id = sequence.request().id, %error, "request failed");
                     report.failed += 1;
                     sequence.fail(error);
+                    self.release(sequence);
                 }
             }
         }

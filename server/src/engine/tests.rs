@@ -11,6 +11,7 @@ use super::*;
 use crate::model::fake::{FakeTarget, VOCAB_SIZE};
 use crate::model::probe::probe;
 
+mod admission;
 mod drafting;
 
 const EOS: u32 = 63;
@@ -52,14 +53,23 @@ fn start_with(
     queue_capacity: usize,
     prefill_chunk_tokens: usize,
 ) -> (EngineHandle, JoinHandle<()>) {
-    let options = EngineOptions {
-        queue_capacity,
-        prefill_chunk_tokens,
+    let options = options(queue_capacity, prefill_chunk_tokens);
+    start_drafting(target, Draft::Unavailable("none".to_owned()), options, EOS)
+}
+
+fn options(queue_capacity: usize, prefill_chunk_tokens: usize) -> EngineOptions {
+    EngineOptions {
+        limits: EngineLimits {
+            queue_capacity,
+            queue_timeout: Duration::from_secs(3600),
+            request_deadline: Duration::from_secs(3600),
+            prefill_chunk_tokens,
+        },
+        clock: Clock::default(),
         speculate: true,
         draft_block_size: None,
         adaptive_width: false,
-    };
-    start_drafting(target, Draft::Unavailable("none".to_owned()), options, EOS)
+    }
 }
 
 fn start_drafting(
@@ -99,6 +109,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request {
         id: "test".to_owned(),
         caller: "caller".into(),
+        arrived: Instant::now(),
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: Sampling {
@@ -428,7 +439,10 @@ fn a_full_queue_refuses_and_cancelled_requests_give_their_place_back() {
     let second = handle.submit(request(&[2], 3)).expect("waits");
     assert_eq!(
         handle.submit(request(&[3], 3)).err(),
-        Some(SubmitError::QueueFull { limit: 2 })
+        Some(SubmitError::QueueFull {
+            limit: 2,
+            retry_after: Duration::from_secs(1)
+        })
     );
     drop(first);
     let third = handle
@@ -479,14 +493,7 @@ fn draining_finishes_what_was_taken_and_stopping_answers_it() {
 
 #[test]
 fn a_model_that_cannot_be_loaded_leaves_a_reason() {
-    let options = EngineOptions {
-        queue_capacity: 1,
-        prefill_chunk_tokens: 1,
-        speculate: true,
-        draft_block_size: None,
-        adaptive_width: false,
-    };
-    let (handle, thread) = start(options, || {
+    let (handle, thread) = start(options(1, 1), || {
         Err(ModelError::Batch("no such graph".to_owned()))
     })
     .expect("a thread can be started");

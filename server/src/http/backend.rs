@@ -4,7 +4,9 @@ use outrider_bundle::manifest::GenerationDefaults;
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::engine::{EngineStatus, Event, ModelLimits, Request, SpeculationError, SubmitError};
+use crate::engine::{
+    EngineLimits, EngineStatus, Event, ModelLimits, Request, SpeculationError, SubmitError,
+};
 use crate::text::{ChatError, ChatMessage, EncodeError};
 
 /// A loaded model that takes requests.
@@ -26,6 +28,9 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Switches drafting on or off from the next step on.
     fn set_speculation(&self, enabled: bool) -> Result<(), SpeculationError>;
+
+    /// Changes the engine's limits from the next step on, for requests that wait or run as well.
+    fn set_limits(&self, limits: EngineLimits);
 
     /// Ends the engine after its current step; requests that wait or run fail.
     fn stop(&self);

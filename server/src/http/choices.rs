@@ -2,8 +2,10 @@
 //!
 //! Dropping [`Choices`] drops every receiver, which is how the engine learns that nobody waits any more.
 
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -41,6 +43,8 @@ pub struct Choices {
     choices: Vec<Choice>,
     /// Where the next look for an event begins, so that no choice starves the others.
     next: usize,
+    /// An event that was waited for and not taken yet.
+    first: Option<(usize, Event)>,
 }
 
 /// How the completions of a request are to be run, beyond what the request itself says.
@@ -50,6 +54,8 @@ pub struct Plan {
     pub request_id: String,
     /// Who asks.
     pub caller: Caller,
+    /// When the request arrived.
+    pub arrived: Instant,
     /// Seed of the first choice of each prompt.
     pub seed: i64,
     /// Most tokens, when the request does not say; `None` is as many as fit.
@@ -71,6 +77,7 @@ impl Choices {
         let mut choices = Self {
             choices: Vec::with_capacity(prompts.len() * generation.n),
             next: 0,
+            first: None,
         };
         for prompt in prompts {
             let prompt = Arc::new(prompt);
@@ -91,6 +98,7 @@ impl Choices {
                 let request = Request {
                     id: format!("{}/{}", plan.request_id, choices.choices.len()),
                     caller: plan.caller.0.clone(),
+                    arrived: plan.arrived,
                     prompt: prompt.tokens.clone(),
                     max_tokens,
                     sampling: sampling.clone(),
@@ -131,11 +139,26 @@ impl Choices {
         }
     }
 
+    /// Returns when a completion has something to tell, so that an answer is only begun when there is one.
+    ///
+    /// # Errors
+    ///
+    /// A completion failed before any had something to tell.
+    pub async fn begun(&mut self) -> Result<(), EngineError> {
+        if let Some((index, event)) = poll_fn(|cx| self.poll_next(cx)).await {
+            self.first = Some((index, event?));
+        }
+        Ok(())
+    }
+
     /// The next event of any completion, with its index; `None` when all have finished.
     pub fn poll_next(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<(usize, Result<Event, EngineError>)>> {
+        if let Some((index, event)) = self.first.take() {
+            return Poll::Ready(Some((index, Ok(event))));
+        }
         let count = self.choices.len();
         let mut open = false;
         for step in 0..count {

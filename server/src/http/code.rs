@@ -69,13 +69,17 @@ pub enum Code {
     EngineError,
     /// The engine ended.
     EngineStopped,
+    /// No slot became free in time.
+    QueueTimeout,
     /// The model is not loaded, or the server is going down.
     NotReady,
+    /// The answer was not complete in time.
+    DeadlineExceeded,
 }
 
 impl Code {
     /// Every code, by status.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 35] = [
         Self::InvalidJson,
         Self::UnreadableBody,
         Self::MissingParameter,
@@ -108,7 +112,9 @@ impl Code {
         Self::NonFiniteLogits,
         Self::EngineError,
         Self::EngineStopped,
+        Self::QueueTimeout,
         Self::NotReady,
+        Self::DeadlineExceeded,
     ];
 
     /// The text in `error.code`; OpenAI's where OpenAI has one for the cause.
@@ -146,7 +152,9 @@ impl Code {
             Self::NonFiniteLogits => "non_finite_logits",
             Self::EngineError => "engine_error",
             Self::EngineStopped => "engine_stopped",
+            Self::QueueTimeout => "queue_timeout",
             Self::NotReady => "not_ready",
+            Self::DeadlineExceeded => "deadline_exceeded",
         }
     }
 
@@ -162,7 +170,10 @@ impl Code {
             Self::InternalError | Self::NonFiniteLogits | Self::EngineError => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
-            Self::EngineStopped | Self::NotReady => StatusCode::SERVICE_UNAVAILABLE,
+            Self::EngineStopped | Self::QueueTimeout | Self::NotReady => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             _ => StatusCode::BAD_REQUEST,
         }
     }
@@ -176,10 +187,9 @@ impl Code {
         }
     }
 
-    /// Seconds after which the same request may succeed, where it may.
-    pub fn retry_after_seconds(self) -> Option<u32> {
+    /// Seconds after which the same request may succeed, where that is the same each time.
+    pub fn retry_after_seconds(self) -> Option<u64> {
         match self {
-            Self::QueueFull => Some(1),
             Self::EngineStopped | Self::NotReady => Some(2),
             _ => None,
         }

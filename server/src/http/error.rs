@@ -4,6 +4,7 @@
 //! What is only for operators goes to the log, with the request's identifier.
 
 use std::fmt;
+use std::time::Duration;
 
 use actix_web::http::{StatusCode, header};
 use actix_web::{HttpResponse, ResponseError};
@@ -22,6 +23,7 @@ pub struct ApiError {
     public: String,
     log: Option<String>,
     allow: Option<&'static str>,
+    retry_after_seconds: Option<u64>,
 }
 
 /// The JSON body of an error.
@@ -46,7 +48,14 @@ impl ApiError {
             public: public.into(),
             log: None,
             allow: None,
+            retry_after_seconds: code.retry_after_seconds(),
         }
+    }
+
+    /// Rounded up: who comes back too early is turned away again.
+    fn with_retry_after(mut self, wait: Duration) -> Self {
+        self.retry_after_seconds = Some(wait.as_secs() + u64::from(wait.subsec_nanos() > 0));
+        self
     }
 
     fn with_param(mut self, param: impl Into<String>) -> Self {
@@ -197,10 +206,11 @@ impl ApiError {
                 format!("token id {id} is not in the vocabulary; ids run from 0 to {}", vocab_size.saturating_sub(1)),
             )
             .with_param(prompt_param),
-            SubmitError::QueueFull { limit } => Self::new(
+            SubmitError::QueueFull { limit, retry_after } => Self::new(
                 Code::QueueFull,
                 format!("{limit} completions are waiting already; try again later"),
-            ),
+            )
+            .with_retry_after(retry_after),
             SubmitError::NotReady => Self::not_ready("the model is not ready; try again later"),
         }
     }
@@ -250,21 +260,41 @@ impl From<ChatError> for ApiError {
 
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
-        let (code, public) = match error {
-            EngineError::NonFiniteLogits => (
+        let of_the_inside = |code, public| Self::new(code, public).with_log(error.to_string());
+        match error {
+            EngineError::NonFiniteLogits => of_the_inside(
                 Code::NonFiniteLogits,
                 "the model computed values that are not finite for this request",
             ),
-            EngineError::StepFailed(_) => (
+            EngineError::StepFailed(_) => of_the_inside(
                 Code::EngineError,
                 "the model failed while it worked on this request",
             ),
-            EngineError::Stopped => (
+            EngineError::Stopped => of_the_inside(
                 Code::EngineStopped,
                 "the model stopped while it worked on this request; try again later",
             ),
-        };
-        Self::new(code, public).with_log(error.to_string())
+            EngineError::QueueTimeout { limit, retry_after } => Self::new(
+                Code::QueueTimeout,
+                format!(
+                    "the request waited for {} ms and its turn did not come; try again later",
+                    limit.as_millis()
+                ),
+            )
+            .with_retry_after(retry_after),
+            EngineError::Displaced { retry_after } => Self::new(
+                Code::QueueFull,
+                "the queue is full, and the place of this request went to another caller; try again later",
+            )
+            .with_retry_after(retry_after),
+            EngineError::DeadlineExceeded { limit } => Self::new(
+                Code::DeadlineExceeded,
+                format!(
+                    "the answer was not complete within {} ms",
+                    limit.as_millis()
+                ),
+            ),
+        }
     }
 }
 
@@ -283,7 +313,7 @@ impl ResponseError for ApiError {
 
     fn error_response(&self) -> HttpResponse {
         let mut response = HttpResponse::build(self.code.status());
-        if let Some(seconds) = self.code.retry_after_seconds() {
+        if let Some(seconds) = self.retry_after_seconds {
             response.insert_header((header::RETRY_AFTER, seconds.to_string()));
         }
         if let Some(allow) = self.allow {

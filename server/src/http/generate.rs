@@ -2,7 +2,7 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use actix_web::http::header;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
@@ -60,6 +60,7 @@ async fn answer(
     state: web::Data<State>,
     prepare: Prepare,
 ) -> Result<HttpResponse, ApiError> {
+    let arrived = Instant::now();
     let backend = state.ready()?.clone();
     let record = request
         .extensions()
@@ -94,7 +95,7 @@ async fn answer(
         .await
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
     };
-    run(backend, prepared, Caller::of(&request), record).await
+    run(backend, prepared, Caller::of(&request), arrived, record).await
 }
 
 fn check_model(backend: &dyn Backend, model: &str) -> Result<(), ApiError> {
@@ -180,6 +181,7 @@ async fn run(
     backend: Arc<dyn Backend>,
     prepared: Prepared,
     caller: Caller,
+    arrived: Instant,
     record: AccessRecord,
 ) -> Result<HttpResponse, ApiError> {
     let Prepared {
@@ -199,12 +201,13 @@ async fn run(
     let plan = Plan {
         request_id: record.request_id(),
         caller,
+        arrived,
         seed,
         default_max_tokens: (shape == Shape::Completion).then_some(DEFAULT_COMPLETION_TOKENS),
         // A request can only do without: whether there is drafting at all is the server's switch.
         speculative: generation.speculative.unwrap_or(true),
     };
-    let choices = Choices::submit(&*backend, prompts, &generation, &plan)?;
+    let mut choices = Choices::submit(&*backend, prompts, &generation, &plan)?;
 
     let prefix = match shape {
         Shape::Completion => "cmpl",
@@ -229,6 +232,8 @@ async fn run(
     let writer = AnswerWriter::new(head, choices.iter().count(), prompt_tokens);
 
     if generation.stream {
+        // What fails before there is anything to send has a status of its own.
+        choices.begun().await?;
         let stream = EventStream::new(backend, choices, writer, generation.include_usage, record);
         return Ok(HttpResponse::Ok()
             .insert_header((header::CONTENT_TYPE, "text/event-stream; charset=utf-8"))

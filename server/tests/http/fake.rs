@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outrider_server::engine::{
-    Drafting, EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase, Request,
-    SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError, TokenLogprobs, Usage,
+    Drafting, EngineLimits, EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase,
+    Request, SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError, TokenLogprobs,
+    Usage,
 };
 use outrider_server::http::backend::{Backend, DraftCard, ModelCard};
 use outrider_server::text::{ChatError, ChatMessage, EncodeError};
@@ -27,6 +28,8 @@ pub struct FakeBackend {
     requests: Mutex<Vec<Request>>,
     status: Mutex<EngineStatus>,
     speculation: AtomicBool,
+    /// The limits that were set last.
+    pub engine_limits: Mutex<Option<EngineLimits>>,
     encoding: AtomicUsize,
     /// Most prompts that were encoded at the same time.
     pub most_encoding: AtomicUsize,
@@ -76,6 +79,7 @@ impl FakeBackend {
                 }),
             }),
             speculation: AtomicBool::new(true),
+            engine_limits: Mutex::default(),
             encoding: AtomicUsize::new(0),
             most_encoding: AtomicUsize::new(0),
             on_stop: Box::new(|| {}),
@@ -171,6 +175,10 @@ impl Backend for FakeBackend {
         }
         self.speculation.store(enabled, Ordering::SeqCst);
         Ok(())
+    }
+
+    fn set_limits(&self, limits: EngineLimits) {
+        *self.engine_limits.lock().unwrap() = Some(limits);
     }
 
     fn stop(&self) {

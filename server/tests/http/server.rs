@@ -152,7 +152,7 @@ fn agent() -> ureq::Agent {
 }
 
 /// A stream that is read line by line; dropping it closes the connection.
-pub struct Lines(BufReader<Box<dyn Read>>);
+pub struct Lines(BufReader<Box<dyn Read + Send>>);
 
 impl Lines {
     /// The next line that is not empty, without its end.

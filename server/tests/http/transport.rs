@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use outrider_server::engine::{EngineError, Event, SubmitError};
 use serde_json::{Value, json};
@@ -209,7 +210,10 @@ fn until_the_model_is_ready_everything_is_answered_503() {
 fn refusals_of_the_engine_have_their_own_status() {
     let errors = [
         SubmitError::EmptyPrompt,
-        SubmitError::QueueFull { limit: 64 },
+        SubmitError::QueueFull {
+            limit: 64,
+            retry_after: Duration::from_millis(6001),
+        },
         SubmitError::NotReady,
         SubmitError::UnknownToken {
             id: 7,
@@ -233,7 +237,10 @@ fn when_the_queue_fills_up_in_the_middle_of_a_request_its_other_completions_are_
     let taken_already = std::sync::atomic::AtomicBool::new(false);
     let server = TestServer::start(FakeBackend::answering(move |_| {
         if taken_already.swap(true, Ordering::SeqCst) {
-            return Err(SubmitError::QueueFull { limit: 1 });
+            return Err(SubmitError::QueueFull {
+                limit: 1,
+                retry_after: Duration::ZERO,
+            });
         }
         let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
         first.send(sender).unwrap();
@@ -249,6 +256,16 @@ fn failures_of_the_engine_say_nothing_of_the_inside() {
     let errors = [
         EngineError::NonFiniteLogits,
         EngineError::StepFailed("onnx runtime: /secret/path/model.onnx".to_owned()),
+        EngineError::QueueTimeout {
+            limit: Duration::from_secs(60),
+            retry_after: Duration::from_secs(3),
+        },
+        EngineError::Displaced {
+            retry_after: Duration::from_secs(4),
+        },
+        EngineError::DeadlineExceeded {
+            limit: Duration::from_secs(600),
+        },
         EngineError::Stopped,
     ];
     let mut table = String::new();
@@ -268,6 +285,20 @@ fn failures_of_the_engine_say_nothing_of_the_inside() {
 }
 
 #[test]
+fn a_stream_that_fails_before_its_first_event_has_the_status_of_the_failure() {
+    let error = EngineError::QueueTimeout {
+        limit: Duration::from_secs(60),
+        retry_after: Duration::from_secs(3),
+    };
+    let server = TestServer::start(FakeBackend::scripted(vec![Event::Failed(error)]));
+    let reply = server.post(COMPLETIONS, &streamed());
+    assert_eq!(
+        (reply.status, reply.code(), reply.header("retry-after")),
+        (503, "queue_timeout".to_owned(), Some("3"))
+    );
+}
+
+#[test]
 fn an_engine_that_drops_a_request_without_a_word_is_an_error() {
     let server = TestServer::start(FakeBackend::scripted(vec![token("a")]));
     let reply = server.post(COMPLETIONS, &hi());
@@ -281,12 +312,15 @@ fn an_engine_that_drops_a_request_without_a_word_is_an_error() {
 fn text_reaches_the_client_before_the_completion_has_finished() {
     let (backend, senders) = held();
     let server = TestServer::start(backend);
-    let mut lines = server.open(COMPLETIONS, &streamed());
-    let events = senders.recv().unwrap();
-    for text in ["one", "two"] {
-        events.send(token(text)).unwrap();
-        assert!(lines.next().contains(text));
-    }
+    let (mut lines, events) = std::thread::scope(|scope| {
+        let lines = scope.spawn(|| server.open(COMPLETIONS, &streamed()));
+        let events = senders.recv().unwrap();
+        events.send(token("one")).unwrap();
+        (lines.join().unwrap(), events)
+    });
+    assert!(lines.next().contains("one"));
+    events.send(token("two")).unwrap();
+    assert!(lines.next().contains("two"));
     events.send(stopped("", 2)).unwrap();
     assert!(lines.next().contains("\"finish_reason\":\"stop\""));
     assert_eq!(lines.next(), "data: [DONE]");
@@ -296,9 +330,14 @@ fn text_reaches_the_client_before_the_completion_has_finished() {
 fn a_client_that_leaves_a_stream_cancels_its_completions() {
     let (backend, senders) = held();
     let server = TestServer::start(backend);
-    let lines = server.open(CHAT, &json!({"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2}));
-    let first = senders.recv().unwrap();
-    let second = senders.recv().unwrap();
+    let body = json!({"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2});
+    let (lines, first, second) = std::thread::scope(|scope| {
+        let lines = scope.spawn(|| server.open(CHAT, &body));
+        let first = senders.recv().unwrap();
+        let second = senders.recv().unwrap();
+        second.send(token("a")).unwrap();
+        (lines.join().unwrap(), first, second)
+    });
     assert!(!first.is_closed());
     drop(lines);
     wait_closed(&first);
@@ -306,10 +345,20 @@ fn a_client_that_leaves_a_stream_cancels_its_completions() {
 }
 
 #[test]
-fn a_client_that_leaves_while_it_waits_for_a_whole_answer_cancels_it() {
+fn a_client_that_leaves_while_it_waits_for_an_answer_cancels_it() {
     let (backend, senders) = held();
     let server = TestServer::start(backend);
-    let body = hi().to_string();
+    // Neither a whole answer nor a stream has sent anything at this point.
+    for body in [hi(), streamed()] {
+        leave_after_submitting(&server, &body.to_string(), &senders);
+    }
+}
+
+fn leave_after_submitting(
+    server: &TestServer,
+    body: &str,
+    senders: &std::sync::mpsc::Receiver<tokio::sync::mpsc::UnboundedSender<Event>>,
+) {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     write!(
         stream,
@@ -318,7 +367,6 @@ fn a_client_that_leaves_while_it_waits_for_a_whole_answer_cancels_it() {
     )
     .unwrap();
     let events = senders.recv().unwrap();
-    events.send(token("a")).unwrap();
     drop(stream);
     wait_closed(&events);
 }

@@ -29,11 +29,8 @@ fn perfect(context: &[u32], anchor: u32, count: usize) -> Result<Vec<u32>, Draft
 
 fn options(chunk: usize, draft_block_size: Option<usize>) -> EngineOptions {
     EngineOptions {
-        queue_capacity: 64,
-        prefill_chunk_tokens: chunk,
-        speculate: true,
         draft_block_size,
-        adaptive_width: false,
+        ..super::options(64, chunk)
     }
 }
 
