@@ -99,6 +99,9 @@ pub struct Model {
     pub lossless_class: Option<String>,
     /// State of drafting, where the service gives it.
     pub drafting: Option<String>,
+    /// Longest prompt and completion together in tokens, where the service gives it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_tokens: Option<u64>,
 }
 
 impl Model {
@@ -115,6 +118,9 @@ impl Model {
             bundle_digest: text("/bundle_digest"),
             lossless_class: text("/lossless_class"),
             drafting: text("/speculation/drafting"),
+            context_tokens: ["/context_length", "/max_model_len"]
+                .iter()
+                .find_map(|pointer| entry.pointer(pointer)?.as_u64()),
         })
     }
 }

@@ -3,13 +3,14 @@
 //! This module keeps "the service answered something" ([`Found`]) apart from "there is nothing to judge" ([`CouldNotRun`]).
 //! It judges nothing.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use crate::client::{Client, ClientError, Response};
+use crate::client::{Client, ClientError, Response, Streamed};
 use crate::report::{Model, chain};
-use crate::wire::{Api, Generation, error_of, shorten};
+use crate::wire::{Api, Generation, carries_text, error_of, shorten};
 
 /// Why a run ended before its last check: there was no answer to judge.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -31,11 +32,25 @@ pub enum Found {
     Refused {
         /// HTTP status.
         status: u16,
+        /// The error's type, `None` when the body is no typed error.
+        kind: Option<String>,
         /// The error's message, or the beginning of the body.
         message: String,
     },
     /// A 200 that does not have the shape of its interface, and why.
     Malformed(String),
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Generation(generation) => write!(f, "{:?}", shorten(&generation.text)),
+            Self::Refused {
+                status, message, ..
+            } => write!(f, "{status} {message}"),
+            Self::Malformed(why) => write!(f, "200 with {why}"),
+        }
+    }
 }
 
 /// A service with the model that is asked.
@@ -118,16 +133,64 @@ impl Service {
             self.returns_token_ids.store(false, Ordering::Relaxed);
             answer = self.client.post(api.path(), &self.request(fields, false))?;
         }
-        if matches!(answer.status, 429 | 503) {
-            return Err(CouldNotRun(format!(
-                "POST {}{}: the service is too busy: {} {}; ask for less at once with --concurrency",
-                self.client.base(),
-                api.path(),
-                answer.status,
-                shorten(&answer.text())
-            )));
+        self.not_busy(api, answer)
+    }
+
+    fn not_busy(&self, api: Api, answer: Response) -> Result<Response, CouldNotRun> {
+        if !matches!(answer.status, 429 | 503) {
+            return Ok(answer);
         }
-        Ok(answer)
+        Err(CouldNotRun(format!(
+            "POST {}{}: the service is too busy: {} {}; ask for less at once with --concurrency",
+            self.client.base(),
+            api.path(),
+            answer.status,
+            shorten(&answer.text())
+        )))
+    }
+
+    /// Asks for one completion as a stream. `seen` is told of each event that carries text; when it returns false, the connection is closed and
+    /// what came so far is the answer.
+    pub fn stream(
+        &self,
+        api: Api,
+        fields: &Map<String, Value>,
+        mut seen: impl FnMut() -> bool,
+    ) -> Result<Found, CouldNotRun> {
+        let mut fields = fields.clone();
+        fields.insert("stream".into(), true.into());
+        fields.insert("stream_options".into(), json!({ "include_usage": true }));
+        let events = match self.client.stream(api.path(), &self.body(&fields))? {
+            Streamed::Events(events) => events,
+            Streamed::Whole(answer) => {
+                return self.not_busy(api, answer).map(|answer| found(api, &answer));
+            }
+        };
+        let mut chunks = Vec::new();
+        for event in events {
+            let event = event?;
+            let Ok(chunk) = serde_json::from_str::<Value>(&event) else {
+                return Ok(Found::Malformed(format!(
+                    "an event that is no JSON: {}",
+                    shorten(&event)
+                )));
+            };
+            if let Some(error) = chunk.get("error") {
+                return Ok(Found::Malformed(format!(
+                    "an error inside the stream: {}",
+                    shorten(&error.to_string())
+                )));
+            }
+            let carries_text = carries_text(api, &chunk);
+            chunks.push(chunk);
+            if carries_text && !seen() {
+                break;
+            }
+        }
+        Ok(match Generation::from_chunks(api, &chunks) {
+            Ok(generation) => Found::Generation(Box::new(generation)),
+            Err(error) => Found::Malformed(error.to_string()),
+        })
     }
 
     /// The body of a request: `fields` with the model and, where the service knows it, the wish for token ids.
@@ -150,10 +213,15 @@ impl Service {
 pub fn found(api: Api, answer: &Response) -> Found {
     let body = answer.json();
     if answer.status != 200 {
-        let message = body.as_ref().and_then(|body| error_of(body).ok());
+        let typed = body.as_ref().and_then(|body| error_of(body).ok());
+        let (message, kind) = match typed {
+            Some((message, kind)) => (message, Some(kind)),
+            None => (answer.text(), None),
+        };
         return Found::Refused {
             status: answer.status,
-            message: shorten(&message.map_or_else(|| answer.text(), |(message, _)| message)),
+            kind,
+            message: shorten(&message),
         };
     }
     let Some(body) = body else {

@@ -5,9 +5,10 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::client::{Client, ClientError, Response, Streamed};
-use crate::report::{Check, Model, Outcome, Report, chain};
-use crate::wire::{Api, Generation, ShapeError, Speculative, error_of, shorten};
+use crate::checks::{self, Stop, complete, equal, ok_json, summary, typed_error};
+use crate::client::{Client, Streamed};
+use crate::report::{Model, Report};
+use crate::wire::{Api, Generation, Speculative, shorten};
 
 const CHAT_PROMPT: &str = "Write one sentence about the sea.";
 /// One that a model goes on with, where it would end a finished sentence at once.
@@ -43,25 +44,10 @@ pub fn run(client: &Client, options: &Options) -> Report {
         greedy_chat: None,
         greedy_completion: None,
     };
-    let mut checks = Vec::new();
-    let mut error = None;
-    for (name, expected, check) in CHECKS {
-        let (outcome, actual) = match check(&mut smoke) {
-            Ok(actual) => (Outcome::Pass, actual),
-            Err(Stop::Fail(actual)) => (Outcome::Fail, actual),
-            Err(Stop::Skip(why)) => (Outcome::Skip, why),
-            Err(Stop::CouldNotRun(why)) => {
-                error = Some(format!("{name}: {why}"));
-                break;
-            }
-        };
-        checks.push(Check {
-            name,
-            outcome,
-            expected: (*expected).to_owned(),
-            actual,
-        });
-    }
+    let outcomes = CHECKS
+        .iter()
+        .map(|&(name, expected, check)| (name, expected, check(&mut smoke)));
+    let (checks, error) = checks::run(outcomes);
     Report::new("smoke", client.base(), smoke.model, checks, error)
 }
 
@@ -166,28 +152,6 @@ const CHECKS: &[(&str, &str, CheckFn)] = &[
         serves_after_refusals,
     ),
 ];
-
-/// Why a check has no evidence of success.
-enum Stop {
-    /// What was found instead.
-    Fail(String),
-    /// What the service lacks.
-    Skip(String),
-    /// There is nothing to judge.
-    CouldNotRun(String),
-}
-
-impl From<ClientError> for Stop {
-    fn from(error: ClientError) -> Self {
-        Self::CouldNotRun(chain(&error))
-    }
-}
-
-impl From<ShapeError> for Stop {
-    fn from(error: ShapeError) -> Self {
-        Self::Fail(error.to_string())
-    }
-}
 
 const NO_TOKEN_IDS: &str = "the service does not return token ids (`return_token_ids`)";
 
@@ -538,99 +502,6 @@ fn serves_after_refusals(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
     let again = smoke.whole(Api::Chat, &json!({}))?;
     equal(&first, &again)?;
     Ok(summary(&again))
-}
-
-fn typed_error(answer: &Response, status: u16) -> Result<String, String> {
-    let seen = format!("{} {}", answer.status, shorten(&answer.text()));
-    if answer.status != status {
-        return Err(seen);
-    }
-    let Some(body) = answer.json() else {
-        return Err(format!("{seen}, which is no JSON"));
-    };
-    let (message, kind) = error_of(&body).map_err(|error| format!("{seen}, in which {error}"))?;
-    Ok(format!("{status} {kind}: {}", shorten(&message)))
-}
-
-/// The JSON of a 200.
-fn ok_json(answer: &Response) -> Result<Value, Stop> {
-    if answer.status != 200 {
-        return Err(Stop::Fail(format!(
-            "{} {}",
-            answer.status,
-            shorten(&answer.text())
-        )));
-    }
-    answer.json().ok_or_else(|| {
-        Stop::Fail(format!(
-            "200 with a body that is no JSON: {}",
-            shorten(&answer.text())
-        ))
-    })
-}
-
-/// What every answer must have, whatever was asked.
-fn complete(found: Generation) -> Result<Generation, Stop> {
-    if !matches!(found.finish_reason.as_deref(), Some("stop" | "length")) {
-        return Err(Stop::Fail(format!(
-            "finish reason {:?}, expected `stop` or `length`",
-            found.finish_reason
-        )));
-    }
-    Ok(found)
-}
-
-/// Names the first thing that differs.
-fn equal(first: &Generation, second: &Generation) -> Result<(), Stop> {
-    let differs = |what: &str, first: String, second: String| {
-        Err(Stop::Fail(format!(
-            "{what} differs: {first}, then {second}"
-        )))
-    };
-    if let (Some(a), Some(b)) = (&first.token_ids, &second.token_ids)
-        && a != b
-    {
-        let position = a.iter().zip(b).take_while(|(a, b)| a == b).count();
-        let rest = |ids: &[u64]| format!("{:?}", &ids[position..ids.len().min(position + 4)]);
-        return differs(&format!("token {position}"), rest(a), rest(b));
-    }
-    if first.text != second.text {
-        return differs(
-            "text",
-            format!("{:?}", first.text),
-            format!("{:?}", second.text),
-        );
-    }
-    if first.finish_reason != second.finish_reason {
-        return differs(
-            "finish reason",
-            format!("{:?}", first.finish_reason),
-            format!("{:?}", second.finish_reason),
-        );
-    }
-    if first.token_ids.is_some() != second.token_ids.is_some() {
-        return differs(
-            "presence of token ids",
-            first.token_ids.is_some().to_string(),
-            second.token_ids.is_some().to_string(),
-        );
-    }
-    if first.usage != second.usage {
-        return differs(
-            "usage",
-            format!("{:?}", first.usage),
-            format!("{:?}", second.usage),
-        );
-    }
-    Ok(())
-}
-
-fn summary(found: &Generation) -> String {
-    let reason = found.finish_reason.as_deref().unwrap_or("none");
-    let tokens = found.usage.map_or_else(String::new, |usage| {
-        format!(", {} tokens", usage.completion_tokens)
-    });
-    format!("{:?} ({reason}{tokens})", shorten(&found.text))
 }
 
 fn merge(request: &mut Map<String, Value>, fields: &Value) {

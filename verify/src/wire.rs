@@ -2,11 +2,11 @@
 //!
 //! Token ids are an extension (`return_token_ids`) that several servers share; they are read where present and never required here.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 /// One of the two generation interfaces.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Api {
     /// `/v1/completions`.
@@ -79,7 +79,8 @@ pub struct Generation {
 }
 
 /// Token counts of one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: u64,
@@ -257,6 +258,13 @@ fn chat_alternatives(entry: &Value) -> Option<Alternatives> {
         token: entry.get("token")?.as_str()?.to_owned(),
         top,
     })
+}
+
+/// Whether a chunk of a stream carries text.
+pub fn carries_text(api: Api, chunk: &Value) -> bool {
+    let text = chunk.pointer(api.text_pointers().1);
+    text.and_then(Value::as_str)
+        .is_some_and(|text| !text.is_empty())
 }
 
 /// Message and type of an OpenAI error body.

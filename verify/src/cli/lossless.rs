@@ -6,7 +6,7 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use outrider_verify::lossless::plan::{MIN_COMPARED_TOKENS, Sampling};
 use outrider_verify::lossless::{self, Settings, Sides};
-use outrider_verify::prompts::{self, Case, SCENARIOS};
+use outrider_verify::prompts::{self, Case, PROMPTS_PER_SCENARIO, SCENARIOS};
 
 use super::{Failure, Outcome, Output, Progress, service};
 
@@ -66,26 +66,29 @@ pub struct Prompts {
     /// Scenarios of the built-in set; all of them when not given
     #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SCENARIOS), value_name = "LIST")]
     scenarios: Vec<String>,
-    /// Most prompts of a scenario
-    #[arg(long, default_value_t = 14, value_parser = clap::value_parser!(u32).range(1..), value_name = "NUMBER")]
-    prompts_per_scenario: u32,
+    /// Most prompts of a scenario; 14 of the built-in set and all of a file when not given
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), value_name = "NUMBER")]
+    prompts_per_scenario: Option<u32>,
 }
 
 impl Prompts {
     /// The cases that are meant.
     pub fn cases(&self) -> Result<Vec<Case>, Failure> {
-        let limit = self.prompts_per_scenario as usize;
+        let limit = self.prompts_per_scenario.map(|limit| limit as usize);
         if self.prompts.is_empty() {
             let wanted =
                 |case: &Case| self.scenarios.is_empty() || self.scenarios.contains(&case.scenario);
             let cases = prompts::built_in().into_iter().filter(wanted).collect();
-            return Ok(prompts::spread(cases, limit));
+            return Ok(prompts::spread(
+                cases,
+                limit.unwrap_or(PROMPTS_PER_SCENARIO),
+            ));
         }
         let mut cases = Vec::new();
         for file in &self.prompts {
             cases.extend(prompts::read(file).map_err(|error| Failure::Usage(error.into()))?);
         }
-        Ok(prompts::spread(cases, limit))
+        Ok(prompts::spread(cases, limit.unwrap_or(usize::MAX)))
     }
 }
 
@@ -123,7 +126,7 @@ impl Arguments {
 }
 
 /// A number from 0 to 1.
-fn share(text: &str) -> Result<f64, String> {
+pub fn share(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
         _ => Err("a number from 0 to 1 is expected".into()),

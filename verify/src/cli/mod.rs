@@ -1,7 +1,9 @@
 //! The command line: from arguments to a run, and from its report to output and exit code. It judges nothing.
 
+mod baseline;
 mod lossless;
 mod service;
+mod soak;
 
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
@@ -11,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 use outrider_verify::report::Verdict;
-use outrider_verify::smoke;
+use outrider_verify::{boundary, smoke};
 use serde::Serialize;
 
 /// Bad usage, as `sysexits.h` numbers it.
@@ -33,13 +35,20 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Does the service keep the basic promises of its interface? Takes seconds, changes nothing
-    Smoke(Smoke),
+    Smoke(Checked),
     /// Does drafting change the output? Compares the same requests with drafting on and off, token by token
     Lossless(lossless::Arguments),
+    /// Does the service keep its promises at the edges: empty, over-long, odd characters, stop strings, clients that leave?
+    Boundary(Checked),
+    /// Does the service hold for long: errors, answers that change, restarts, memory?
+    Soak(soak::Arguments),
+    /// Does the service still say what it said? Answers are kept per bundle digest
+    #[command(subcommand)]
+    Baseline(baseline::Command),
 }
 
 #[derive(Args)]
-struct Smoke {
+struct Checked {
     #[command(flatten)]
     service: service::ServiceArguments,
     #[command(flatten)]
@@ -74,8 +83,11 @@ pub fn main() -> ExitCode {
         }
     };
     let outcome = match cli.command {
-        Command::Smoke(arguments) => arguments.run(),
+        Command::Smoke(arguments) => arguments.smoke(),
         Command::Lossless(arguments) => arguments.run(),
+        Command::Boundary(arguments) => arguments.boundary(),
+        Command::Soak(arguments) => arguments.run(),
+        Command::Baseline(command) => command.run(),
     };
     match outcome {
         Ok(verdict) => ExitCode::from(verdict.exit_code()),
@@ -92,13 +104,18 @@ fn failed(what: &str, error: &anyhow::Error, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-impl Smoke {
-    fn run(self) -> Outcome {
+impl Checked {
+    fn smoke(self) -> Outcome {
         let client = self.service.client()?;
         let options = smoke::Options {
             model: self.service.model,
         };
         let report = smoke::run(&client, &options);
+        self.output.print(&report, report.verdict)
+    }
+
+    fn boundary(self) -> Outcome {
+        let report = boundary::run(&self.service.service()?);
         self.output.print(&report, report.verdict)
     }
 }
@@ -120,6 +137,13 @@ impl Output {
         printed.map_err(Failure::CouldNotRun)?;
         Ok(verdict)
     }
+}
+
+/// Prints a line.
+fn say(line: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    let said = writeln!(out, "{line}").and_then(|()| out.flush());
+    said.map_err(|error| Failure::CouldNotRun(error.into()))
 }
 
 /// Says now and then on a terminal how far a run is.

@@ -7,11 +7,15 @@ use anyhow::{Context, anyhow};
 use clap::Args;
 use outrider_verify::client::{API_KEY_VARIABLE, Client, ClientError, ClientOptions};
 use outrider_verify::service::Service;
+use outrider_verify::soak::MetricsPage;
 
 use super::Failure;
 
 /// Environment variable that holds the key of the reference.
 const REFERENCE_API_KEY_VARIABLE: &str = "OUTRIDER_VERIFY_REFERENCE_API_KEY";
+
+/// Environment variable that holds the token for the metrics.
+const METRICS_TOKEN_VARIABLE: &str = "OUTRIDER_VERIFY_METRICS_TOKEN";
 
 #[derive(Args)]
 pub struct ServiceArguments {
@@ -45,6 +49,16 @@ pub struct Reference {
     pub reference_api_key_file: Option<PathBuf>,
 }
 
+#[derive(Args)]
+pub struct Metrics {
+    /// Address of the service's Prometheus metrics, for example http://127.0.0.1:8081/metrics
+    #[arg(long, value_name = "URL")]
+    pub metrics: Option<String>,
+    /// File that holds the token for the metrics, in place of the environment's OUTRIDER_VERIFY_METRICS_TOKEN
+    #[arg(long, value_name = "FILE", requires = "metrics")]
+    pub metrics_token_file: Option<PathBuf>,
+}
+
 impl ServiceArguments {
     /// A connection to the service.
     pub fn client(&self) -> Result<Client, Failure> {
@@ -68,6 +82,16 @@ impl ServiceArguments {
         let key_file = reference.reference_api_key_file.as_deref();
         let client = self.client_of(endpoint, REFERENCE_API_KEY_VARIABLE, key_file)?;
         connect(client, reference.reference_model.as_deref()).map(Some)
+    }
+
+    /// The metrics, when their address is named.
+    pub fn metrics(&self, metrics: &Metrics) -> Result<Option<MetricsPage>, Failure> {
+        let Some(endpoint) = &metrics.metrics else {
+            return Ok(None);
+        };
+        let file = metrics.metrics_token_file.as_deref();
+        let client = self.client_of(endpoint, METRICS_TOKEN_VARIABLE, file)?;
+        Ok(Some(MetricsPage { client }))
     }
 
     fn client_of(

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::service::Found;
-use crate::wire::{Generation, shorten};
+use crate::wire::Generation;
 
 /// What differs first, in this order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -85,15 +85,6 @@ pub fn compared_tokens(
             (both * position as u64 / chars).min(both)
         }
         Some((Aspect::Answer | Aspect::Prompt, _)) => 0,
-    }
-}
-
-/// What was found, for a message.
-pub fn describe(found: &Found) -> String {
-    match found {
-        Found::Generation(generation) => format!("{:?}", shorten(&generation.text)),
-        Found::Refused { status, message } => format!("{status} {message}"),
-        Found::Malformed(why) => format!("200 with {why}"),
     }
 }
 
@@ -203,6 +194,7 @@ mod tests {
     fn equal_refusals_are_no_difference_and_show_nothing() {
         let refused = |status| Found::Refused {
             status,
+            kind: None,
             message: String::new(),
         };
         assert_eq!(first_difference(&refused(400), &refused(400), None), None);

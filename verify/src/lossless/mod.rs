@@ -10,11 +10,11 @@ pub mod examine;
 pub mod plan;
 pub mod report;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Map, Value};
 
+use crate::pool;
 use crate::prompts::Case;
 use crate::service::{CouldNotRun, Found, Service};
 use compare::{Aspect, first_difference};
@@ -75,11 +75,11 @@ impl<'a> Sides<'a> {
             .service(side)
             .ask(ask.api, &self.fields(side, &ask.fields))?;
         match found {
-            Found::Refused { status, message } if self.lacks_switch(side, &message) => {
-                Err(CouldNotRun(format!(
-                    "the service has no switch for drafting in requests, give a second service with --reference: {status} {message}"
-                )))
-            }
+            Found::Refused {
+                status, message, ..
+            } if self.lacks_switch(side, &message) => Err(CouldNotRun(format!(
+                "the service has no switch for drafting in requests, give a second service with --reference: {status} {message}"
+            ))),
             found => Ok(found),
         }
     }
@@ -170,9 +170,8 @@ fn judge<'a>(
         Found::Refused { status, .. } if (400..500).contains(status) => {}
         other => {
             return Err(CouldNotRun(format!(
-                "{}: the reference gives nothing to compare with: {}",
-                case.id,
-                compare::describe(other)
+                "{}: the reference gives nothing to compare with: {other}",
+                case.id
             )));
         }
     }
@@ -214,68 +213,36 @@ fn ask_all(
 ) -> Result<Vec<Pair>, CouldNotRun> {
     let per_ask = 1 + settings.repeat;
     let total = asks.len() * per_ask;
-    let answers: Vec<OnceLock<Found>> = (0..total).map(|_| OnceLock::new()).collect();
-    let next = AtomicUsize::new(0);
     let answered = AtomicUsize::new(0);
-    let stopped = AtomicBool::new(false);
-    let error = Mutex::new(None);
-    let work = || {
-        while !stopped.load(Ordering::Relaxed) {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            if index >= total {
-                return;
-            }
-            let (ask, turn) = (index / per_ask, index % per_ask);
-            // The sides take turns in going first.
-            let slot = if ask % 2 == 0 {
-                turn
-            } else {
-                per_ask - 1 - turn
-            };
-            let side = if slot == 0 {
-                Side::Reference
-            } else {
-                Side::Candidate
-            };
-            match sides.ask(side, &asks[ask]) {
-                Ok(found) => {
-                    let _ = answers[ask * per_ask + slot].set(found);
-                    progress(answered.fetch_add(1, Ordering::Relaxed) + 1, total);
-                }
-                Err(failure) => {
-                    stopped.store(true, Ordering::Relaxed);
-                    let mut error = error
-                        .lock()
-                        .unwrap_or_else(std::sync::PoisonError::into_inner);
-                    error.get_or_insert(failure);
-                }
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..settings.concurrency.min(total) {
-            scope.spawn(work);
-        }
-    });
-    let error = error
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    if let Some(error) = error {
-        return Err(error);
-    }
-    let mut answers = answers.into_iter().filter_map(OnceLock::into_inner);
+    let answers = pool::map(total, settings.concurrency, |index| {
+        let (ask, turn) = (index / per_ask, index % per_ask);
+        let side = side_of(ask, turn, per_ask);
+        let found = sides.ask(side, &asks[ask])?;
+        progress(answered.fetch_add(1, Ordering::Relaxed) + 1, total);
+        Ok(found)
+    })?;
+    let mut answers = answers.into_iter();
     let mut pairs = Vec::with_capacity(asks.len());
-    for ask in asks {
-        let Some(reference) = answers.next() else {
-            break;
-        };
+    for (index, ask) in asks.iter().enumerate() {
+        let mut candidates: Vec<Found> = answers.by_ref().take(per_ask).collect();
+        let turn = (0..per_ask).find(|&turn| side_of(index, turn, per_ask) == Side::Reference);
         pairs.push(Pair {
             ask: ask.clone(),
-            reference,
-            candidates: answers.by_ref().take(settings.repeat).collect(),
+            reference: candidates.remove(turn.unwrap_or_default()),
+            candidates,
         });
     }
     Ok(pairs)
+}
+
+/// The sides take turns in going first.
+fn side_of(ask: usize, turn: usize, per_ask: usize) -> Side {
+    let first = if ask % 2 == 0 { 0 } else { per_ask - 1 };
+    if turn == first {
+        Side::Reference
+    } else {
+        Side::Candidate
+    }
 }
 
 /// What drafting did on one side of a whole run.

@@ -1,6 +1,6 @@
 //! What `lossless` asks: every case greedy and sampled with a seed, and some once more with a stop string.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Pair;
@@ -9,7 +9,7 @@ use crate::service::Found;
 use crate::wire::Api;
 
 /// How tokens are chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Sampling {
     /// The most likely token, `temperature` 0.

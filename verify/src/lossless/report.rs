@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::compare::{Aspect, common_chars, describe, tokens};
+use super::compare::{Aspect, common_chars, tokens};
 use super::examine::{Margin, Noise};
 use super::plan::{Sampling, Settings};
 use super::{Side, Sides, drafting_of};
@@ -145,8 +145,8 @@ impl Continuation {
         let Found::Generation(generation) = found else {
             return Self {
                 token_ids: None,
-                text: describe(found),
-                full_text: describe(found),
+                text: found.to_string(),
+                full_text: found.to_string(),
                 finish_reason: None,
                 completion_tokens: None,
             };

@@ -1,6 +1,7 @@
 //! Prompts from files, one JSON value a line: a text, a list of messages, a request body, or a line of an audit log that holds one.
 //!
 //! A line that is none of these is an error with its number: a prompt that is silently left out would count as compared.
+//! A body with several prompts is several cases. Of an audit log only requests that were answered are taken.
 
 use std::path::{Path, PathBuf};
 
@@ -80,7 +81,10 @@ pub fn read(path: &Path) -> Result<Vec<Case>, PromptError> {
             why,
         };
         let value: Value = serde_json::from_str(line).map_err(|error| fault(error.to_string()))?;
-        cases.push(case(value, &scenario, index + 1).map_err(fault)?);
+        let Some((value, seed)) = request_of(value).map_err(fault)? else {
+            continue;
+        };
+        cases.extend(cases_of(value, seed, &scenario, index + 1).map_err(fault)?);
     }
     if cases.is_empty() {
         return Err(PromptError::Empty {
@@ -90,7 +94,32 @@ pub fn read(path: &Path) -> Result<Vec<Case>, PromptError> {
     Ok(cases)
 }
 
-fn case(value: Value, scenario: &str, number: usize) -> Result<Case, String> {
+/// What a line asks, and the seed that it was answered with; `None` for an audit record of a request that was not answered.
+fn request_of(value: Value) -> Result<Option<(Value, Option<u64>)>, String> {
+    let is_record = value.get("request_id").is_some() && value.get("schema_version").is_some();
+    if !is_record {
+        return Ok(Some((value, None)));
+    }
+    if value.get("status").and_then(Value::as_u64) != Some(200) {
+        return Ok(None);
+    }
+    let Some(body) = value.get("request_body").and_then(Value::as_str) else {
+        return Err(
+            "an audit record without `request_body`, which `serving.audit.prompt_text: true` keeps"
+                .into(),
+        );
+    };
+    let body = serde_json::from_str(body).map_err(|error| format!("`request_body`: {error}"))?;
+    let seed = value.pointer("/parameters/seed").and_then(Value::as_u64);
+    Ok(Some((body, seed)))
+}
+
+fn cases_of(
+    value: Value,
+    seed: Option<u64>,
+    scenario: &str,
+    number: usize,
+) -> Result<Vec<Case>, String> {
     let mut fields = match value {
         Value::String(prompt) => Map::from_iter([("prompt".to_owned(), prompt.into())]),
         Value::Array(messages) => Map::from_iter([("messages".to_owned(), messages.into())]),
@@ -109,30 +138,47 @@ fn case(value: Value, scenario: &str, number: usize) -> Result<Case, String> {
     for name in NOT_KEPT {
         fields.shift_remove(name);
     }
-    let api = match (
-        fields.contains_key("prompt"),
-        fields.contains_key("messages"),
-    ) {
-        (true, false) => Api::Completions,
-        (false, true) => Api::Chat,
-        (true, true) => return Err("it has both `prompt` and `messages`".into()),
-        (false, false) => return Err("it has neither `prompt` nor `messages`".into()),
-    };
-    let one = match fields.get("prompt") {
-        None | Some(Value::String(_)) => true,
-        // One list of token ids.
-        Some(Value::Array(ids)) => !ids.is_empty() && ids.iter().all(Value::is_u64),
-        Some(_) => false,
-    };
-    if !one {
-        return Err("`prompt` must be one text or one list of token ids".into());
+    if let (Some(seed), None) = (seed, fields.get("seed")) {
+        fields.insert("seed".into(), seed.into());
     }
-    Ok(Case {
-        id: format!("{scenario} {number}"),
-        scenario,
+    let case = |id, api, fields| Case {
+        id,
+        scenario: scenario.clone(),
         api,
         fields,
-    })
+    };
+    let id = format!("{scenario} {number}");
+    match (fields.get("prompt"), fields.contains_key("messages")) {
+        (Some(_), true) => Err("it has both `prompt` and `messages`".into()),
+        (None, false) => Err("it has neither `prompt` nor `messages`".into()),
+        (None, true) => Ok(vec![case(id, Api::Chat, fields)]),
+        (Some(prompt), false) => {
+            let prompts = prompts_of(prompt)?;
+            if prompts.len() == 1 {
+                return Ok(vec![case(id, Api::Completions, fields)]);
+            }
+            let one = |(index, prompt): (usize, Value)| {
+                let mut fields = fields.clone();
+                fields.insert("prompt".into(), prompt);
+                case(format!("{id}.{}", index + 1), Api::Completions, fields)
+            };
+            Ok(prompts.into_iter().enumerate().map(one).collect())
+        }
+    }
+}
+
+/// A text, a list of token ids, or several of them.
+fn prompts_of(prompt: &Value) -> Result<Vec<Value>, String> {
+    let is_ids = |ids: &[Value]| !ids.is_empty() && ids.iter().all(Value::is_u64);
+    let is_one =
+        |prompt: &Value| prompt.is_string() || prompt.as_array().is_some_and(|ids| is_ids(ids));
+    match prompt {
+        one if is_one(one) => Ok(vec![one.clone()]),
+        Value::Array(several) if !several.is_empty() && several.iter().all(is_one) => {
+            Ok(several.clone())
+        }
+        _ => Err("`prompt` must be texts or lists of token ids".into()),
+    }
 }
 
 #[cfg(test)]
@@ -140,13 +186,21 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn cases(line: Value) -> Result<Vec<Case>, String> {
+        match request_of(line)? {
+            Some((request, seed)) => cases_of(request, seed, "own", 3),
+            None => Ok(Vec::new()),
+        }
+    }
+
     #[test]
     fn texts_conversations_and_request_bodies_are_prompts() {
         let check = |line: Value, api, kept: Value| {
-            let case = case(line, "own", 3).unwrap();
-            assert_eq!(case.api, api);
-            assert_eq!(Value::Object(case.fields), kept);
-            assert_eq!(case.id, "own 3");
+            let cases = cases(line).unwrap();
+            assert_eq!(cases.len(), 1);
+            assert_eq!(cases[0].api, api);
+            assert_eq!(Value::Object(cases[0].fields.clone()), kept);
+            assert_eq!(cases[0].id, "own 3");
         };
         let messages = json!([{ "role": "user", "content": "hi" }]);
         check(json!("Once"), Api::Completions, json!({ "prompt": "Once" }));
@@ -164,15 +218,42 @@ mod tests {
     }
 
     #[test]
+    fn a_body_with_several_prompts_is_several_cases() {
+        let cases = cases(json!({ "prompt": ["a", [1, 2]], "max_tokens": 3 })).unwrap();
+        let ids: Vec<&str> = cases.iter().map(|case| case.id.as_str()).collect();
+        assert_eq!(ids, ["own 3.1", "own 3.2"]);
+        assert_eq!(cases[1].fields["prompt"], json!([1, 2]));
+        assert_eq!(cases[1].fields["max_tokens"], 3);
+    }
+
+    #[test]
+    fn answered_requests_of_an_audit_log_are_asked_with_the_seed_they_had() {
+        let record = |status: u64, body: Option<&str>| {
+            let mut record = json!({ "schema_version": 1, "request_id": "r", "status": status, "parameters": { "seed": 77 } });
+            if let Some(body) = body {
+                record["request_body"] = body.into();
+            }
+            record
+        };
+        let body = r#"{"model": "m", "prompt": "a", "temperature": 0.5}"#;
+        let found = cases(record(200, Some(body))).unwrap();
+        let expected = json!({ "prompt": "a", "temperature": 0.5, "seed": 77 });
+        assert_eq!(Value::Object(found[0].fields.clone()), expected);
+        assert!(cases(record(400, None)).unwrap().is_empty());
+        let error = cases(record(200, None)).unwrap_err();
+        assert!(error.contains("serving.audit.prompt_text"), "{error}");
+    }
+
+    #[test]
     fn a_line_that_is_no_prompt_is_refused_with_the_reason() {
         let check = |line: Value, part: &str| {
-            let error = case(line, "own", 1).unwrap_err();
+            let error = cases(line).unwrap_err();
             assert!(error.contains(part), "{error}");
         };
         check(json!(3), "3 is no prompt");
         check(json!({ "text": "hi" }), "neither");
         check(json!({ "prompt": "a", "messages": [] }), "both");
-        check(json!({ "prompt": ["a", "b"] }), "one text");
+        check(json!({ "prompt": ["a", 1] }), "texts or lists");
         check(json!({ "prompt": "a", "scenario": 1 }), "`scenario` is 1");
     }
 }

@@ -12,6 +12,9 @@ pub use file::{PromptError, read};
 
 use crate::wire::Api;
 
+/// Prompts of each scenario that are asked when nothing else is said: enough to show one wrong token in 2,000, few enough for minutes.
+pub const PROMPTS_PER_SCENARIO: usize = 14;
+
 /// One prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
@@ -65,7 +68,7 @@ pub fn spread(cases: Vec<Case>, limit: usize) -> Vec<Case> {
     }
     let pick = |(_, cases): (String, Vec<Case>)| {
         let (count, kept) = (cases.len(), cases.len().min(limit));
-        let mut picked = (0..kept).map(|index| index * count / kept).peekable();
+        let mut picked = (0..kept).map(move |index| index * count / kept).peekable();
         let keep = move |(index, case)| (picked.next_if_eq(&index).is_some()).then_some(case);
         cases
             .into_iter()

@@ -1,7 +1,10 @@
 //! The commands that prove a service, against services with and without faults.
 
+mod baseline;
+mod boundary;
 mod lossless;
 mod service;
+mod soak;
 
 use std::process::{Command, Output};
 

@@ -38,6 +38,18 @@ pub struct Behaviour {
     pub noise_nats: f64,
     /// Status of every answer to a completion request.
     pub status: u16,
+    /// Answers what it should refuse.
+    pub refuses_nothing: bool,
+    /// Fails at characters that are no ASCII.
+    pub ascii_only: bool,
+    /// Goes wrong for everybody once a client has left.
+    pub forgets_leavers: bool,
+    /// Resident memory grows by so many bytes with each request.
+    pub leaks_bytes: u64,
+    /// Every so many requests the counters begin at zero again.
+    pub restarts_every: Option<u64>,
+    /// Every so many requests fail.
+    pub fails_every: Option<u64>,
     /// With drafting, the connection ends in the middle of the answer.
     pub cuts: bool,
     /// Time before an answer.
@@ -63,6 +75,12 @@ impl Default for Behaviour {
             flips_below_nats: 0.0,
             noise_nats: 0.0,
             status: 200,
+            refuses_nothing: false,
+            ascii_only: false,
+            forgets_leavers: false,
+            leaks_bytes: 0,
+            restarts_every: None,
+            fails_every: None,
             cuts: false,
             delay: Duration::ZERO,
             token_time: [Duration::ZERO; 2],
@@ -90,6 +108,8 @@ struct Shared {
     behaviour: Behaviour,
     /// Random faults come from the count of everything that could have been one.
     counter: AtomicU64,
+    requests: AtomicU64,
+    leavers: AtomicU64,
     faults: Arc<Mutex<Vec<(String, usize)>>>,
 }
 
@@ -114,6 +134,8 @@ pub fn serve(behaviour: Behaviour) -> Fake {
     let shared = Arc::new(Shared {
         behaviour,
         counter: AtomicU64::new(0),
+        requests: AtomicU64::new(0),
+        leavers: AtomicU64::new(0),
         faults: faults.clone(),
     });
     thread::spawn(move || {
@@ -182,6 +204,10 @@ impl Shared {
                 whole(&mut writer, 200, &json!({ "data": [model] }).to_string())?;
                 continue;
             }
+            if target == "/metrics" {
+                whole(&mut writer, 200, &self.metrics())?;
+                continue;
+            }
             thread::sleep(self.behaviour.delay);
             let request = match self.refusal(&body) {
                 Ok(request) => request,
@@ -193,7 +219,11 @@ impl Shared {
             };
             let answer = self.generate(target == "/v1/chat/completions", &request);
             if request["stream"] == true {
-                return self.stream(&mut writer, &request, &answer);
+                let sent = self.stream(&mut writer, &request, &answer);
+                if sent.is_err() {
+                    self.leavers.fetch_add(1, Ordering::Relaxed);
+                }
+                return sent;
             }
             thread::sleep(self.token_time(&answer) * answer.ids.len() as u32);
             let body = whole_body(&request, &answer);
@@ -213,11 +243,39 @@ impl Shared {
         self.behaviour.token_time[usize::from(answer.drafting)]
     }
 
+    fn metrics(&self) -> String {
+        let requests = self.requests.load(Ordering::Relaxed);
+        let counted = match self.behaviour.restarts_every {
+            None => requests,
+            Some(every) => requests % every,
+        };
+        let bytes = (100 << 20) + requests * self.behaviour.leaks_bytes;
+        format!(
+            "# TYPE x counter\nsea_requests_total{{route=\"x\"}} {counted}\nsea_resident_memory_bytes {bytes}\n"
+        )
+    }
+
     fn refusal(&self, body: &[u8]) -> Result<Value, (u16, String)> {
         let request: Value =
             serde_json::from_slice(body).map_err(|error| (400, error.to_string()))?;
         if self.behaviour.status != 200 {
             return Err((self.behaviour.status, "this service is not well".into()));
+        }
+        let served = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
+        if self
+            .behaviour
+            .fails_every
+            .is_some_and(|every| served.is_multiple_of(every))
+        {
+            return Err((500, "this request was unlucky".into()));
+        }
+        let text = request.to_string();
+        if self.behaviour.ascii_only && !text.is_ascii() {
+            return Err((500, "worker panicked".into()));
+        }
+        let empty = request["messages"].as_array().is_some_and(Vec::is_empty);
+        if !self.behaviour.refuses_nothing && (empty || body.len() > 400_000) {
+            return Err((400, "the prompt is empty or too long".into()));
         }
         if !self.behaviour.token_ids && request.get("return_token_ids").is_some() {
             return Err((400, "unknown field `return_token_ids`".into()));
@@ -242,9 +300,10 @@ impl Shared {
         } else {
             request["prompt"].to_string()
         };
-        let mut state = prompt
-            .bytes()
-            .fold(7, |state, byte| mix(state, byte.into()));
+        let left = behaviour.forgets_leavers && self.leavers.load(Ordering::Relaxed) > 0;
+        let start = if left { 8 } else { 7 };
+        let bytes = prompt.bytes().map(u64::from);
+        let mut state = bytes.fold(start, mix);
         if request["temperature"].as_f64().unwrap_or(1.0) > 0.0 {
             state = mix(state, request["seed"].as_u64().unwrap_or_default());
             if behaviour.ignores_seed && drafting {
@@ -252,7 +311,12 @@ impl Shared {
             }
         }
         let tokens = request["max_tokens"].as_u64().unwrap_or(16) as usize;
-        let stop = request["stop"][0].as_str();
+        let stops: Vec<&str> = request["stop"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_str)
+            .collect();
         let (mut ids, mut margins, mut text) = (Vec::new(), Vec::new(), String::new());
         let mut finish_reason = "length";
         for position in 0..tokens {
@@ -275,9 +339,10 @@ impl Shared {
             ids.push(id);
             margins.push(margin + noise);
             text.push_str(WORDS[id]);
-            if let Some(stop) = stop
-                && let Some(start) = text.find(stop)
-            {
+            let found = stops
+                .iter()
+                .filter_map(|stop| Some((text.find(stop)?, stop)));
+            if let Some((start, stop)) = found.min() {
                 finish_reason = "stop";
                 text.truncate(
                     start
