@@ -237,7 +237,11 @@ fn ask_all(
 
 /// The sides take turns in going first.
 fn side_of(ask: usize, turn: usize, per_ask: usize) -> Side {
-    let first = if ask.is_multiple_of(2) { 0 } else { per_ask - 1 };
+    let first = if ask.is_multiple_of(2) {
+        0
+    } else {
+        per_ask - 1
+    };
     if turn == first {
         Side::Reference
     } else {
