@@ -50,7 +50,7 @@ pub fn server(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf
 }
 
 /// The executable among cargo's messages, one JSON object a line.
-fn executable(messages: &[u8]) -> Option<PathBuf> {
+pub(crate) fn executable(messages: &[u8]) -> Option<PathBuf> {
     messages
         .split(|&byte| byte == b'\n')
         .rev()

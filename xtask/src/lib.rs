@@ -16,6 +16,7 @@ pub mod bundle;
 pub mod checkpoint;
 pub mod export;
 pub mod fetch;
+pub mod fuzz;
 pub mod machine;
 pub mod measure;
 pub mod prompts;

@@ -11,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bench, bundle, export, fetch, measure, serve, test};
+use xtask::{bench, bundle, export, fetch, fuzz, measure, serve, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -33,6 +33,8 @@ enum Task {
     Serve(serve::Args),
     /// Run every test, with all it needs
     Test(test::Args),
+    /// Feed what reads outside bytes with inputs that are made up
+    Fuzz(fuzz::Args),
     /// Measure what the documentation quotes
     Measure(measure::Args),
     /// Measure how fast the server is
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
         Task::Export(args) => export::run(args).map(|()| ExitCode::SUCCESS),
         Task::Serve(args) => serve::run(args),
         Task::Test(args) => test::run(args),
+        Task::Fuzz(args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),
         Task::Bench(args) => bench::run(args).map(|()| ExitCode::SUCCESS),
     };

@@ -98,6 +98,39 @@ async fn answer(
     run(backend, prepared, Caller::of(&request), arrived, record).await
 }
 
+/// The token ids of every prompt in a body of `/v1/completions`: all that happens to it before the engine is asked.
+pub fn completion_prompts(
+    backend: &dyn Backend,
+    body: &[u8],
+    max_completions: usize,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    prompts(backend, body, max_completions, prepare_completion)
+}
+
+/// The token ids of the prompt in a body of `/v1/chat/completions`: all that happens to it before the engine is asked.
+pub fn chat_prompts(
+    backend: &dyn Backend,
+    body: &[u8],
+    max_completions: usize,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    prompts(backend, body, max_completions, prepare_chat)
+}
+
+fn prompts(
+    backend: &dyn Backend,
+    body: &[u8],
+    max_completions: usize,
+    prepare: Prepare,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    let limits = Limits {
+        completions: max_completions,
+        vocab_size: backend.limits().vocab_size,
+    };
+    let prepared = prepare(backend, body::json(body)?, limits)?;
+    let prompts = prepared.prompts.into_iter();
+    Ok(prompts.map(|prompt| prompt.tokens).collect())
+}
+
 fn check_model(backend: &dyn Backend, model: &str) -> Result<(), ApiError> {
     let served = &backend.card().name;
     if model == served {

@@ -20,6 +20,8 @@ mod shape;
 mod speculation;
 mod sse;
 
+pub use generate::{chat_prompts, completion_prompts};
+
 use std::net::TcpListener;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
