@@ -192,6 +192,7 @@ fn print_welcome(
   bundle          sha256 {digest}
   weights         {precision}, {context_tokens} tokens of context
   lossless class  {class}
+  drafting        {drafting}
   health          {admin}/readyz, {admin}/livez, {admin}/metrics
 
 Ask it something:
@@ -206,9 +207,24 @@ Ctrl-C stops it.
         precision = reference::precision_name(manifest.target.precision),
         context_tokens = manifest.target.context_tokens,
         class = fact("lossless_class"),
+        drafting = drafting(&card["speculation"]),
         admin = server.admin_endpoint(),
     );
     Ok(())
+}
+
+/// What the server says of drafting, in one line.
+fn drafting(speculation: &Value) -> String {
+    let state = speculation["drafting"].as_str().unwrap_or("unknown");
+    let block = speculation["block_size"]
+        .as_u64()
+        .map(|tokens| format!("blocks of {tokens} tokens"));
+    let detail = speculation["detail"].as_str().map(str::to_owned);
+    [Some(state.to_owned()), block, detail]
+        .into_iter()
+        .flatten()
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// The server's exit code; 128 and the signal's number when a signal ended it, as shells count.
@@ -221,4 +237,26 @@ fn exit_code(status: ExitStatus) -> ExitCode {
         code.and_then(|code| u8::try_from(code).ok())
             .unwrap_or(u8::MAX),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_welcome_says_whether_the_server_drafts_and_why_not() {
+        for (speculation, expected) in [
+            (
+                json!({ "drafting": "on", "detail": null, "block_size": 16 }),
+                "on, blocks of 16 tokens",
+            ),
+            (
+                json!({ "drafting": "unavailable", "detail": "the bundle has no draft", "block_size": null }),
+                "unavailable, the bundle has no draft",
+            ),
+            (Value::Null, "unknown"),
+        ] {
+            assert_eq!(drafting(&speculation), expected);
+        }
+    }
 }

@@ -17,7 +17,7 @@ pub const LIBRARY_VARIABLE: &str = "OUTRIDER_ONNXRUNTIME_LIBRARY";
 /// Arguments of `cargo xtask test`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Arguments of `cargo test`, such as `--package outrider-bundle` or a part of a test's name
+    /// Arguments of `cargo test`, such as `--lib` or a part of a test's name
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,
