@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use outrider_server::engine::{EngineError, Event, SubmitError};
 use serde_json::{Value, json};
+use tokio::sync::mpsc::UnboundedSender;
 
 use crate::fake::{FakeBackend, held, stopped, token};
-use crate::server::{BODY_LIMIT_BYTES, Reply, TestServer};
+use crate::server::{BODY_LIMIT_BYTES, Lines, Reply, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
@@ -308,10 +309,11 @@ fn an_engine_that_drops_a_request_without_a_word_is_an_error() {
     );
 }
 
-#[test]
-fn text_reaches_the_client_before_the_completion_has_finished() {
-    let (backend, senders) = held();
-    let server = TestServer::start(backend);
+/// A stream that has sent its first text, and what sends the rest.
+fn begun(
+    server: &TestServer,
+    senders: &std::sync::mpsc::Receiver<UnboundedSender<Event>>,
+) -> (Lines, UnboundedSender<Event>) {
     let (mut lines, events) = std::thread::scope(|scope| {
         let lines = scope.spawn(|| server.open(COMPLETIONS, &streamed()));
         let events = senders.recv().unwrap();
@@ -319,6 +321,14 @@ fn text_reaches_the_client_before_the_completion_has_finished() {
         (lines.join().unwrap(), events)
     });
     assert!(lines.next().contains("one"));
+    (lines, events)
+}
+
+#[test]
+fn text_reaches_the_client_before_the_completion_has_finished() {
+    let (backend, senders) = held();
+    let server = TestServer::start(backend);
+    let (mut lines, events) = begun(&server, &senders);
     events.send(token("two")).unwrap();
     assert!(lines.next().contains("two"));
     events.send(stopped("", 2)).unwrap();
@@ -357,7 +367,7 @@ fn a_client_that_leaves_while_it_waits_for_an_answer_cancels_it() {
 fn leave_after_submitting(
     server: &TestServer,
     body: &str,
-    senders: &std::sync::mpsc::Receiver<tokio::sync::mpsc::UnboundedSender<Event>>,
+    senders: &std::sync::mpsc::Receiver<UnboundedSender<Event>>,
 ) {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     write!(
@@ -372,7 +382,7 @@ fn leave_after_submitting(
 }
 
 /// Returns when nobody can receive any more.
-fn wait_closed(events: &tokio::sync::mpsc::UnboundedSender<Event>) {
+fn wait_closed(events: &UnboundedSender<Event>) {
     actix_web::rt::System::new().block_on(events.closed());
 }
 
@@ -406,8 +416,7 @@ fn a_request_keeps_its_identifier() {
 fn a_server_that_goes_down_finishes_what_it_has_and_takes_nothing_new() {
     let (backend, senders) = held();
     let server = TestServer::start(backend);
-    let mut lines = server.open(COMPLETIONS, &streamed());
-    let events = senders.recv().unwrap();
+    let (mut lines, events) = begun(&server, &senders);
     server.drain.begin();
 
     let refused = server.post(COMPLETIONS, &hi());
