@@ -5,6 +5,7 @@
 //! [`noise`] is what the engine's choice of a token and the draft head's have in common.
 //! [`text`] turns strings into token ids and back and depends on none of them.
 
+pub mod audit;
 pub mod config;
 pub mod draft;
 pub mod engine;

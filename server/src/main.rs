@@ -1,7 +1,7 @@
 //! `outrider-server`: reads its configuration, binds its ports, loads the model, serves until it is told to stop.
 //!
 //! Exit codes: 0 after a stop that was asked for, 64 for a bad configuration or command line, 65 for a bundle or model that cannot be served,
-//! 69 for a port or log file that cannot be had, 70 for a fault of the server itself.
+//! 69 for a port, log file or audit log that cannot be had, 70 for a fault of the server itself.
 
 use std::fmt;
 use std::io::Write as _;
@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
+use outrider_server::audit::AuditLog;
 use outrider_server::config::{self, Config, Sources};
 use outrider_server::service::{self, Ending};
 use outrider_server::{loader, logging};
@@ -131,6 +132,8 @@ fn serve(config: Config) -> Result<(), ExitCode> {
     let _log =
         logging::start(&config.logging).map_err(|error| fail(Failure::Unavailable, error))?;
     log_start(&config);
+    let audit = config.audit.as_ref().map(AuditLog::open).transpose();
+    let audit = audit.map_err(|error| fail(Failure::Unavailable, error))?;
     // Both ports are bound before anything slow begins, so that callers and probes get an answer from the first moment on.
     let listener = bind("serving.listen", config.listen)?;
     let admin_listener = bind("serving.admin_listen", config.admin_listen)?;
@@ -139,6 +142,7 @@ fn serve(config: Config) -> Result<(), ExitCode> {
         config,
         listener,
         admin_listener,
+        audit,
         loader::load,
     ));
     match ending {

@@ -58,6 +58,9 @@ const HTTP_ERRORS: &str = "outrider_http_errors_total";
 const HTTP_REQUEST_SECONDS: &str = "outrider_http_request_duration_seconds";
 const HTTP_IN_FLIGHT: &str = "outrider_http_requests_in_flight";
 const COMPLETIONS_CANCELLED: &str = "outrider_completions_cancelled_total";
+const AUDIT_LINES: &str = "outrider_audit_lines_total";
+const AUDIT_LINES_LOST: &str = "outrider_audit_lines_lost_total";
+const AUDIT_ERRORS: &str = "outrider_audit_errors_total";
 const READY: &str = "outrider_ready";
 const LATCH_SECONDS: &str = "outrider_startup_latch_seconds";
 const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
@@ -99,6 +102,24 @@ pub const METRICS: &[Metric] = &[
         kind: Kind::Counter,
         labels: &[],
         help: "Completions given up before they finished: the client left, or another completion of the same request failed",
+    },
+    Metric {
+        name: AUDIT_LINES,
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Lines written to the audit log",
+    },
+    Metric {
+        name: AUDIT_LINES_LOST,
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Lines that the audit log had no room for while they could not be written fast enough, or at all",
+    },
+    Metric {
+        name: AUDIT_ERRORS,
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Failed attempts to write a line of the audit log; it is tried again until it succeeds",
     },
     Metric {
         name: READY,
@@ -279,7 +300,14 @@ pub fn install() -> &'static PrometheusHandle {
         }
         metrics::gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
         // Counted from zero, so that a rate exists before the first event.
-        metrics::counter!(COMPLETIONS_CANCELLED).absolute(0);
+        for name in [
+            COMPLETIONS_CANCELLED,
+            AUDIT_LINES,
+            AUDIT_LINES_LOST,
+            AUDIT_ERRORS,
+        ] {
+            metrics::counter!(name).absolute(0);
+        }
         handle
     })
 }
@@ -306,6 +334,21 @@ pub fn http_request(
 /// Completions were given up.
 pub fn completions_cancelled(count: usize) {
     metrics::counter!(COMPLETIONS_CANCELLED).increment(count as u64);
+}
+
+/// A line of the audit log was written.
+pub fn audit_line() {
+    metrics::counter!(AUDIT_LINES).increment(1);
+}
+
+/// A line of the audit log found no place.
+pub fn audit_line_lost() {
+    metrics::counter!(AUDIT_LINES_LOST).increment(1);
+}
+
+/// A line of the audit log could not be written.
+pub fn audit_error() {
+    metrics::counter!(AUDIT_ERRORS).increment(1);
 }
 
 /// Values that are read when a scrape asks for them.

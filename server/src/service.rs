@@ -14,6 +14,7 @@ use futures_util::future::{Either, select};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
+use crate::audit::AuditLog;
 use crate::config::Config;
 use crate::http::backend::Backend;
 use crate::http::{self, Settings, State, admin};
@@ -59,6 +60,7 @@ pub async fn run(
     config: Config,
     listener: TcpListener,
     admin_listener: TcpListener,
+    audit: Option<AuditLog>,
     load: impl FnOnce(LoadContext) -> Result<(), String> + Send + 'static,
 ) -> std::io::Result<Ending> {
     let mut signals = Signals::new()?;
@@ -66,11 +68,8 @@ pub async fn run(
     let config = Arc::new(config);
     let startup = Arc::new(Startup::default());
     let drain = Arc::new(Drain::default());
-    let state = web::Data::new(State::new(
-        Settings::of(&config),
-        startup.clone(),
-        drain.clone(),
-    ));
+    let state = State::new(Settings::of(&config), startup.clone(), drain.clone());
+    let state = web::Data::new(state.with_audit(audit));
 
     let server = http::serve(state.clone(), listener)?;
     let admin = admin::serve(state.clone(), admin_listener)?;
@@ -128,6 +127,11 @@ pub async fn run(
     };
     for handle in handles {
         handle.stop(false).await;
+    }
+    if let Some(audit) = state.audit() {
+        // Connections that were closed just now still have their lines to write.
+        let _ = timeout(LAST_WORDS, drain.idle()).await;
+        audit.end();
     }
     if ending == Ending::Stopped
         && let Some(backend) = state.backend()

@@ -133,6 +133,22 @@ fn a_log_file_that_cannot_be_had_exits_69() {
 }
 
 #[test]
+fn an_audit_log_that_cannot_be_had_exits_69_and_names_file_and_key() {
+    let output = server(&with_library(&[
+        "--bundle",
+        "model",
+        "--set",
+        "serving.audit.path=/nowhere/audit.jsonl",
+    ]));
+    let log = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(69), "{log}");
+    assert!(
+        log.contains("/nowhere/audit.jsonl") && log.contains("serving.audit.path"),
+        "{log}"
+    );
+}
+
+#[test]
 fn every_line_of_a_json_log_is_an_object_with_fields() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");

@@ -4,14 +4,17 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
 use nix::sys::signal::{Signal, raise};
+use outrider_server::audit::AuditLog;
 use outrider_server::config::{Config, Sources};
 use outrider_server::lifecycle::Latch;
 use outrider_server::service::{self, Ending, LoadContext};
+use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedSender;
 
 #[path = "http/fake.rs"]
@@ -25,6 +28,8 @@ use fake::{FakeBackend, held, stopped, token};
 use outrider_server::engine::Event;
 
 struct Life {
+    audit_path: PathBuf,
+    _dir: TempDir,
     address: SocketAddr,
     admin_address: SocketAddr,
     ending: JoinHandle<Ending>,
@@ -35,10 +40,13 @@ impl Life {
         grace_ms: &str,
         load: impl FnOnce(LoadContext) -> Result<(), String> + Send + 'static,
     ) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let audit_path = dir.path().join("audit.jsonl");
         let flags = [
             ("serving.bundle", "model"),
             ("serving.runtime.onnxruntime_library", "ort.so"),
             ("serving.shutdown_grace_ms", grace_ms),
+            ("serving.audit.path", audit_path.to_str().unwrap()),
         ];
         let config = Config::load(&Sources {
             flags: flags
@@ -47,17 +55,38 @@ impl Life {
             ..Sources::default()
         })
         .unwrap();
+        let audit = AuditLog::open(config.audit.as_ref().unwrap()).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let admin_listener = TcpListener::bind("127.0.0.1:0").unwrap();
         Self {
+            audit_path,
+            _dir: dir,
             address: listener.local_addr().unwrap(),
             admin_address: admin_listener.local_addr().unwrap(),
             ending: std::thread::spawn(move || {
                 actix_web::rt::System::new()
-                    .block_on(service::run(config, listener, admin_listener, load))
+                    .block_on(service::run(
+                        config,
+                        listener,
+                        admin_listener,
+                        Some(audit),
+                        load,
+                    ))
                     .unwrap()
             }),
         }
+    }
+
+    /// Waits for the end; gives the statuses and errors of the generation requests that the audit log holds by then.
+    fn end(self) -> (Ending, Vec<(u64, Option<String>)>) {
+        let ending = self.ending.join().unwrap();
+        let log = std::fs::read_to_string(&self.audit_path).unwrap();
+        let lines = log.lines().map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).unwrap();
+            let code = line["error_code"].as_str().map(str::to_owned);
+            (line["status"].as_u64().unwrap(), code)
+        });
+        (ending, lines.collect())
     }
 }
 
@@ -147,12 +176,12 @@ fn the_server_starts_answers_and_ends_in_order() {
     events.send(stopped("last", 2)).unwrap();
     let text = rest(stream);
     assert!(text.contains("last") && text.contains("[DONE]"), "{text}");
-    assert_eq!(life.ending.join().unwrap(), Ending::Stopped);
+    assert_eq!(life.end(), (Ending::Stopped, vec![(200, None)]));
 
     // The grace period bounds the wait for one that does not.
     let (life, _stream, events, _loader) = running("1");
     raise(Signal::SIGINT).unwrap();
-    assert_eq!(life.ending.join().unwrap(), Ending::Stopped);
+    assert_eq!(life.end(), (Ending::Stopped, vec![(499, None)]));
     actix_web::rt::System::new().block_on(events.closed());
 
     // So does a second signal.
@@ -168,9 +197,13 @@ fn the_server_starts_answers_and_ends_in_order() {
     drop(events);
     loader.end.send(Err("a step panicked".to_owned())).unwrap();
     assert!(rest(stream).contains("engine_stopped"));
+    let stopped = (200, Some("engine_stopped".to_owned()));
     assert_eq!(
-        life.ending.join().unwrap(),
-        Ending::EngineFailed("a step panicked".to_owned())
+        life.end(),
+        (
+            Ending::EngineFailed("a step panicked".to_owned()),
+            vec![stopped]
+        )
     );
 
     // A model that cannot be loaded ends it too.

@@ -1,9 +1,10 @@
-//! One record for each request: its identifier, its log line and its metrics, from the first byte in to the last byte out.
+//! One record for each request: its identifier, its log line, its metrics and its line in the audit log, from the first byte in to the last
+//! byte out.
 
 use std::cell::RefCell;
+use std::fmt;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -12,13 +13,20 @@ use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
 use actix_web::http::header::{HeaderName, HeaderValue};
 use actix_web::middleware::Next;
-use actix_web::{Error, HttpMessage, ResponseError, web};
+use actix_web::{Error, HttpMessage, HttpRequest, ResponseError, web};
 use bytes::Bytes;
+use jiff::Timestamp;
 
 use super::State;
+use super::backend::Backend;
+use super::caller::Caller;
+use super::choices::{Plan, Prompt};
 use super::error::ApiError;
+use super::facts::{Facts, is_generation};
+use super::params::Generation;
 use super::shape::UsageBody;
-use crate::lifecycle::Drain;
+use crate::audit;
+use crate::engine::{Event, Sampling};
 use crate::metrics;
 
 /// Header that carries the identifier of a request, in and out.
@@ -35,21 +43,68 @@ const CLIENT_GONE: u16 = 499;
 pub struct AccessRecord(Rc<RefCell<Record>>);
 
 struct Record {
+    state: web::Data<State>,
     request_id: String,
+    caller: Caller,
     method: &'static str,
     route: String,
+    time: Timestamp,
     began: Instant,
     status: Option<u16>,
     code: Option<&'static str>,
     usage: UsageBody,
     complete: bool,
-    drain: Arc<Drain>,
+    /// For the audit log, where there is one and it wants to know.
+    facts: Option<Facts>,
+}
+
+impl fmt::Debug for AccessRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("AccessRecord")
+            .field(&self.request_id())
+            .finish()
+    }
 }
 
 impl AccessRecord {
     /// The identifier of the request.
     pub fn request_id(&self) -> String {
         self.0.borrow().request_id.clone()
+    }
+
+    /// Notes who the request is from, once that is known.
+    pub fn caller(&self, request: &HttpRequest) {
+        self.0.borrow_mut().caller = Caller::of(request);
+    }
+
+    /// Notes the body of the request.
+    pub fn body(&self, body: &Bytes) {
+        if let Some(facts) = &mut self.0.borrow_mut().facts {
+            facts.body(body);
+        }
+    }
+
+    /// Notes what the request asks for, with the values that are used.
+    pub fn asked(
+        &self,
+        backend: &dyn Backend,
+        prompts: &[Prompt],
+        generation: &Generation,
+        sampling: &Sampling,
+        plan: &Plan,
+    ) {
+        if let Some(facts) = &mut self.0.borrow_mut().facts {
+            facts.asked(backend, prompts, generation, sampling, plan);
+        }
+    }
+
+    /// Notes what a completion has brought.
+    pub fn event(&self, index: usize, event: &Event) {
+        let mut record = self.0.borrow_mut();
+        let elapsed = record.began.elapsed();
+        if let Some(facts) = &mut record.facts {
+            facts.event(index, event, elapsed);
+        }
     }
 
     /// Notes the token counts of the answer so far.
@@ -72,9 +127,39 @@ impl AccessRecord {
     }
 }
 
+impl Record {
+    fn audit(&mut self, status: u16, seconds: f64) {
+        let (Some(log), Some(facts)) = (self.state.audit(), self.facts.take()) else {
+            return;
+        };
+        let card = self.state.backend().map(|backend| backend.card());
+        let mut record = audit::Record {
+            time: self.time,
+            request_id: self.request_id.clone(),
+            caller: self.caller.0.to_string(),
+            endpoint: self.route.clone(),
+            server_version: env!("CARGO_PKG_VERSION"),
+            model: card.map(|card| card.name.clone()),
+            bundle_digest: card.map(|card| card.bundle_digest.clone()),
+            stream: None,
+            parameters: None,
+            prompt_tokens: None,
+            speculation: None,
+            completion_tokens: 0,
+            finish_reasons: Vec::new(),
+            status,
+            error_code: self.code,
+            first_token_seconds: None,
+            seconds,
+            texts: None,
+        };
+        facts.fill(&mut record);
+        log.write(record);
+    }
+}
+
 impl Drop for Record {
     fn drop(&mut self) {
-        self.drain.leave();
         let status = match self.status {
             Some(status) if self.complete => status,
             _ => CLIENT_GONE,
@@ -94,6 +179,9 @@ impl Drop for Record {
             seconds,
             "request"
         );
+        self.audit(status, seconds);
+        // Last: who waits for the drain may end the logs next.
+        self.state.drain().leave();
     }
 }
 
@@ -103,22 +191,34 @@ pub async fn observe(
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<BoxBody>, Error> {
     let request_id = request_id(&request);
-    let drain = request
+    let state = request
         .app_data::<web::Data<State>>()
-        .map(|state| state.drain().clone())
-        .unwrap_or_default();
-    drain.enter();
-    let draining = drain.draining();
+        .cloned()
+        .ok_or_else(|| ApiError::internal("the application has no state"))?;
+    let route = request.match_pattern().map_or_else(
+        || "unmatched".to_owned(),
+        // Without the expression that says what a parameter may hold.
+        |pattern| pattern.replace(":.+}", "}"),
+    );
+    let facts = state
+        .audit()
+        .filter(|_| is_generation(request.method(), &route))
+        .map(|log| Facts::new(log.keeps_texts()));
+    state.drain().enter();
+    let draining = state.drain().draining();
     let record = AccessRecord(Rc::new(RefCell::new(Record {
+        state,
         request_id: request_id.clone(),
+        caller: Caller::of(request.request()),
         method: method_name(request.method()),
-        route: "unmatched".to_owned(),
+        route,
+        time: Timestamp::now(),
         began: Instant::now(),
         status: None,
         code: None,
         usage: UsageBody::default(),
         complete: false,
-        drain,
+        facts,
     })));
     request.extensions_mut().insert(record.clone());
 
@@ -142,6 +242,7 @@ pub async fn observe(
         response
     };
 
+    record.caller(response.request());
     {
         let mut record = record.0.borrow_mut();
         record.status = Some(response.status().as_u16());
@@ -149,10 +250,6 @@ pub async fn observe(
             response.response().body().size(),
             BodySize::None | BodySize::Sized(0)
         );
-        if let Some(route) = response.request().match_pattern() {
-            // Without the expression that says what a parameter may hold.
-            record.route = route.replace(":.+}", "}");
-        }
     }
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         response.headers_mut().insert(REQUEST_ID, value);

@@ -1,7 +1,7 @@
 //! The admin listener: `/livez`, `/readyz`, `/metrics` and `/admin/speculation`, on loopback unless told otherwise.
 //!
 //! `/livez` looks at the engine's heartbeat, not at the HTTP threads; a server that is still loading is alive.
-//! `/readyz` is 200 only when every start-up latch has passed and no stop was asked for.
+//! `/readyz` is 200 only when every start-up latch has passed, no stop was asked for, and the audit log can be written.
 
 use std::net::TcpListener;
 
@@ -15,6 +15,7 @@ use super::State;
 use super::error::ApiError;
 use super::speculation::{self, Reader, SpeculationBody};
 use super::{READ, method_not_allowed, not_found};
+use crate::audit::AuditLog;
 use crate::engine::Phase;
 use crate::lifecycle::Latch;
 use crate::metrics::{self, DraftInfo, EngineSnapshot, Snapshot};
@@ -38,6 +39,13 @@ struct Readiness<'a> {
     bundle_digest: Option<&'a str>,
     lossless_class: Option<&'static str>,
     speculation: Option<SpeculationBody>,
+    audit: Option<AuditBody>,
+}
+
+#[derive(Serialize)]
+struct AuditBody {
+    writing: bool,
+    detail: Option<String>,
 }
 
 /// Starts the admin interface on a bound listener. The caller decides when it stops.
@@ -100,10 +108,16 @@ fn is_ready(state: &State) -> bool {
     let is_serving = |phase| phase == Phase::Ready;
     state.startup.complete()
         && !state.drain.draining()
+        && audit_fault(state).is_none()
         && state
             .backend
             .get()
             .is_some_and(|backend| is_serving(backend.status().phase))
+}
+
+/// Why the audit log can't be written, where there is one.
+fn audit_fault(state: &State) -> Option<String> {
+    state.audit().and_then(AuditLog::fault)
 }
 
 async fn livez(state: web::Data<State>) -> HttpResponse {
@@ -159,6 +173,13 @@ async fn readyz(state: web::Data<State>) -> HttpResponse {
             .map(|class| class.as_str()),
         speculation: backend
             .and_then(|backend| speculation::state_of(&**backend, Reader::Operator)),
+        audit: state.audit().map(|log| {
+            let detail = log.fault();
+            AuditBody {
+                writing: detail.is_none(),
+                detail,
+            }
+        }),
     };
     respond(ready, &body)
 }

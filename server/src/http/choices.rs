@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::access::AccessRecord;
 use super::backend::{Backend, ModelCard};
 use super::caller::Caller;
 use super::error::ApiError;
@@ -45,6 +46,8 @@ pub struct Choices {
     next: usize,
     /// An event that was waited for and not taken yet.
     first: Option<(usize, Event)>,
+    /// Hears of every event.
+    record: AccessRecord,
 }
 
 /// How the completions of a request are to be run, beyond what the request itself says.
@@ -71,13 +74,16 @@ impl Choices {
         prompts: Vec<Prompt>,
         generation: &Generation,
         plan: &Plan,
+        record: &AccessRecord,
     ) -> Result<Self, ApiError> {
         let context_tokens = backend.limits().context_tokens;
         let sampling = sampling(generation, backend.card());
+        record.asked(backend, &prompts, generation, &sampling, plan);
         let mut choices = Self {
             choices: Vec::with_capacity(prompts.len() * generation.n),
             next: 0,
             first: None,
+            record: record.clone(),
         };
         for prompt in prompts {
             let prompt = Arc::new(prompt);
@@ -176,6 +182,9 @@ impl Choices {
                 Some(event) => Ok(event),
                 None => Err(EngineError::Stopped),
             };
+            if let Ok(event) = &event {
+                self.record.event(index, event);
+            }
             if matches!(event, Err(_) | Ok(Event::Finished { .. })) {
                 self.choices[index].events = None;
             }

@@ -67,7 +67,9 @@ async fn answer(
         .get::<AccessRecord>()
         .cloned()
         .ok_or_else(|| ApiError::internal("the request has no access record"))?;
+    record.caller(&request);
     let body = body::read(&request, payload, state.settings.body_limit_bytes).await?;
+    record.body(&body);
 
     let limits = Limits {
         completions: state.settings.max_completions_per_request,
@@ -240,7 +242,7 @@ async fn run(
         // A request can only do without: whether there is drafting at all is the server's switch.
         speculative: generation.speculative.unwrap_or(true),
     };
-    let mut choices = Choices::submit(&*backend, prompts, &generation, &plan)?;
+    let mut choices = Choices::submit(&*backend, prompts, &generation, &plan, &record)?;
 
     let prefix = match shape {
         Shape::Completion => "cmpl",

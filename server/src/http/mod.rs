@@ -12,6 +12,7 @@ mod caller;
 mod choices;
 pub mod code;
 pub mod error;
+mod facts;
 mod fields;
 mod generate;
 mod models;
@@ -32,6 +33,7 @@ use actix_web::middleware::from_fn;
 use actix_web::{App, HttpRequest, HttpServer, web};
 use tokio::sync::Semaphore;
 
+use crate::audit::AuditLog;
 use crate::config::Config;
 use crate::lifecycle::{Drain, Startup};
 use backend::Backend;
@@ -51,6 +53,7 @@ pub struct State {
     backend: OnceLock<Arc<dyn Backend>>,
     /// Held while a large body is parsed and tokenised, see [`generate`].
     large_body: Arc<Semaphore>,
+    audit: Option<AuditLog>,
 }
 
 /// The part of the configuration that handlers need.
@@ -84,7 +87,18 @@ impl State {
             drain,
             backend: OnceLock::new(),
             large_body: Arc::new(Semaphore::new(1)),
+            audit: None,
         }
+    }
+
+    /// The same with an audit log, which has a line for each generation request.
+    pub fn with_audit(self, audit: Option<AuditLog>) -> Self {
+        Self { audit, ..self }
+    }
+
+    /// The audit log.
+    pub fn audit(&self) -> Option<&AuditLog> {
+        self.audit.as_ref()
     }
 
     /// Puts the loaded model in place; requests reach it once every start-up latch has passed.

@@ -484,7 +484,8 @@ impl AnswerWriter {
     }
 }
 
-fn finish_reason(reason: FinishReason) -> &'static str {
+/// How an interface says why a completion ended.
+pub fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",

@@ -5,5 +5,6 @@ mod server;
 
 mod admin;
 mod answers;
+mod audit;
 mod fields;
 mod transport;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use actix_web::{rt, web};
+use outrider_server::audit::AuditLog;
 use outrider_server::http::{self, Settings, State, admin, backend::Backend};
 use outrider_server::lifecycle::{Drain, Latch, Startup};
 use serde_json::Value;
@@ -27,15 +28,27 @@ pub struct TestServer {
 impl TestServer {
     /// A server with this model, ready.
     pub fn start(backend: FakeBackend) -> Self {
-        let server = Self::starting(backend);
+        Self::starting(backend).ready()
+    }
+
+    /// A server with this model and an audit log, ready.
+    pub fn audited(backend: FakeBackend, audit: AuditLog) -> Self {
+        Self::starting_with(backend, Some(audit)).ready()
+    }
+
+    fn ready(self) -> Self {
         for latch in Latch::ALL {
-            server.startup.pass(latch);
+            self.startup.pass(latch);
         }
-        server
+        self
     }
 
     /// A server whose model is in place but whose latches are open.
     pub fn starting(backend: FakeBackend) -> Self {
+        Self::starting_with(backend, None)
+    }
+
+    fn starting_with(backend: FakeBackend, audit: Option<AuditLog>) -> Self {
         let backend = Arc::new(backend);
         let startup = Arc::new(Startup::default());
         let drain = Arc::new(Drain::default());
@@ -44,7 +57,8 @@ impl TestServer {
             max_completions_per_request: 4,
             heartbeat_limit: Duration::from_secs(1),
         };
-        let state = web::Data::new(State::new(settings, startup.clone(), drain.clone()));
+        let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
+        let state = web::Data::new(state);
         state.provide(backend.clone() as Arc<dyn Backend>);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let admin_listener = TcpListener::bind("127.0.0.1:0").unwrap();
