@@ -6,11 +6,14 @@
 //! [`text`] turns strings into token ids and back and depends on none of them.
 
 pub mod audit;
+pub mod auth;
 pub mod config;
 pub mod draft;
 pub mod engine;
 pub mod http;
+pub mod launch;
 pub mod lifecycle;
+pub mod listen;
 pub mod loader;
 pub mod logging;
 pub mod machine;
@@ -18,5 +21,9 @@ pub mod metrics;
 pub mod model;
 pub mod noise;
 pub mod ops;
+pub mod reload;
 pub mod service;
+pub mod systemd;
 pub mod text;
+pub mod tls;
+mod watch;

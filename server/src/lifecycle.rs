@@ -1,14 +1,14 @@
 //! From start to stop: the latches that make the server ready, and the drain that lets it go.
 //!
 //! [`Startup`] is filled in by whoever loads the model and read by `/readyz` and the request path; a latch never opens again.
-//! [`Drain`] counts the requests in flight and turns new ones away once a stop was asked for.
+//! [`Drain`] counts the requests in flight, turns new ones away once a stop was asked for, and ends those that take too long.
 
 use std::fmt;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 /// A step of the start that must have passed before the first request is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,10 +85,22 @@ impl Startup {
     }
 }
 
-/// Counts requests in flight and refuses new ones once the server is asked to stop.
+/// How far the server is on its way down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    /// Requests are taken.
+    #[default]
+    Serving,
+    /// New requests are turned away.
+    Draining,
+    /// Those that are left end with an error.
+    Cutting,
+}
+
+/// Counts requests in flight, refuses new ones once the server is asked to stop, and tells the rest when their time is over.
 #[derive(Debug, Default)]
 pub struct Drain {
-    draining: AtomicBool,
+    stage: watch::Sender<Stage>,
     in_flight: AtomicUsize,
     idle: Notify,
 }
@@ -96,12 +108,40 @@ pub struct Drain {
 impl Drain {
     /// Turns new requests away from now on.
     pub fn begin(&self) {
-        self.draining.store(true, Ordering::SeqCst);
+        self.advance(Stage::Draining);
+    }
+
+    /// Ends the requests that are in flight with an error, as soon as they notice.
+    pub fn cut(&self) {
+        self.advance(Stage::Cutting);
+    }
+
+    fn advance(&self, to: Stage) {
+        self.stage.send_if_modified(|stage| {
+            let later = *stage < to;
+            *stage = to.max(*stage);
+            later
+        });
     }
 
     /// Whether new requests are turned away.
     pub fn draining(&self) -> bool {
-        self.draining.load(Ordering::SeqCst)
+        *self.stage.borrow() >= Stage::Draining
+    }
+
+    /// Returns when new requests are turned away.
+    pub async fn begun(&self) {
+        self.reached(Stage::Draining).await;
+    }
+
+    /// Returns when requests in flight must end.
+    pub async fn cut_off(&self) {
+        self.reached(Stage::Cutting).await;
+    }
+
+    async fn reached(&self, stage: Stage) {
+        // The sender lives as long as this, so waiting can't fail.
+        let _ = self.stage.subscribe().wait_for(|now| *now >= stage).await;
     }
 
     /// Requests whose response is not finished.
@@ -175,5 +215,16 @@ mod tests {
         drain.leave();
         idle.await.unwrap();
         assert_eq!(drain.in_flight(), 0);
+    }
+
+    #[actix_web::test]
+    async fn a_drain_never_goes_back() {
+        let drain = Drain::default();
+        assert!(!drain.draining());
+        drain.cut();
+        drain.begin();
+        drain.begun().await;
+        drain.cut_off().await;
+        assert!(drain.draining());
     }
 }

@@ -6,6 +6,7 @@ mod draft;
 
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use outrider_bundle::VerifiedBundle;
 use serde_json::{Map, Value};
@@ -46,7 +47,11 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         draft::facts(&bundle).map_err(|absence| required(&absence).to_string())?;
     }
     startup.pass(Latch::WeightsVerified);
-    let text = Arc::new(read_text(&bundle)?);
+    let context_tokens = config
+        .runtime
+        .context_tokens
+        .unwrap_or(manifest.target.context_tokens);
+    let text = Arc::new(read_text(&bundle)?.with_context(context_tokens));
     let mut card = ModelCard {
         name: config
             .model_name
@@ -57,10 +62,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         draft: Err(Absence::NotInBundle.for_callers()),
     };
     let limits = ModelLimits {
-        context_tokens: config
-            .runtime
-            .context_tokens
-            .unwrap_or(manifest.target.context_tokens),
+        context_tokens,
         vocab_size: manifest.target.vocab_size,
     };
     tracing::info!(
@@ -72,12 +74,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     );
 
     let options = EngineOptions {
-        limits: EngineLimits {
-            queue_capacity: config.runtime.queue_capacity,
-            queue_timeout: config.runtime.queue_timeout,
-            request_deadline: config.runtime.request_deadline,
-            prefill_chunk_tokens: config.runtime.prefill_chunk_tokens,
-        },
+        limits: engine_limits(&config),
         clock: Clock::default(),
         speculate: config.speculative.enabled,
         draft_block_size: config.speculative.draft_block_size,
@@ -107,6 +104,17 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         return Err("the engine thread panicked".to_owned());
     }
     Err(engine.status().detail)
+}
+
+/// The limits that a configuration sets for the engine.
+pub fn engine_limits(config: &Config) -> EngineLimits {
+    let runtime = &config.runtime;
+    EngineLimits {
+        queue_capacity: runtime.queue_capacity,
+        queue_timeout: runtime.queue_timeout,
+        request_deadline: runtime.request_deadline,
+        prefill_chunk_tokens: runtime.prefill_chunk_tokens,
+    }
 }
 
 fn read_text(bundle: &VerifiedBundle) -> Result<Text, String> {
@@ -275,6 +283,10 @@ impl Backend for EngineBackend {
 
     fn status(&self) -> EngineStatus {
         self.engine.status()
+    }
+
+    fn heartbeat_age(&self) -> Option<Duration> {
+        self.engine.heartbeat_age()
     }
 
     fn speculation(&self) -> bool {

@@ -5,15 +5,15 @@
 
 use std::fmt;
 use std::io::Write as _;
-use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use outrider_server::audit::AuditLog;
+use outrider_bundle::manifest::Manifest;
 use outrider_server::config::{self, Config, Sources};
+use outrider_server::launch::{Files, Launch, LaunchError};
 use outrider_server::service::{self, Ending};
-use outrider_server::{loader, logging};
+use outrider_server::{auth, loader, logging};
 
 /// OpenAI-compatible ONNX Runtime server with block-parallel drafting and unchanged output.
 #[derive(Parser)]
@@ -40,6 +40,12 @@ struct Arguments {
     /// Print a configuration file with every key, its meaning and its default, and exit.
     #[arg(long, conflicts_with = "check_config")]
     reference_config: bool,
+    /// Make a key for NAME: print the line for a file of keys to standard output and the secret, this once, to standard error, and exit.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["check_config", "reference_config"])]
+    new_key: Option<String>,
+    /// Read a secret from standard input, print the line that lists it under NAME in a file of keys, and exit.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["check_config", "reference_config", "new_key"])]
+    hash_key: Option<String>,
 }
 
 fn key_and_value(text: &str) -> Result<(String, String), String> {
@@ -102,15 +108,22 @@ fn main() -> ExitCode {
     if arguments.reference_config {
         return print(&config::reference());
     }
+    if let Some(name) = &arguments.new_key {
+        return new_key(name);
+    }
+    if let Some(name) = &arguments.hash_key {
+        return hash_key(name);
+    }
     let check_only = arguments.check_config;
-    let config = match Config::load(&arguments.sources()) {
+    let sources = arguments.sources();
+    let config = match Config::load(&sources) {
         Ok(config) => config,
         Err(error) => return fail(Failure::Config, error),
     };
     if check_only {
-        return print(&config.to_yaml());
+        return check_files(&config).unwrap_or_else(|| print(&config.to_yaml()));
     }
-    match serve(config) {
+    match serve(config, sources) {
         Ok(()) => ExitCode::SUCCESS,
         Err(code) => code,
     }
@@ -123,28 +136,73 @@ fn print(text: &str) -> ExitCode {
     }
 }
 
+/// Looks at the files that a configuration names; the exit code when one can't be used.
+fn check_files(config: &Config) -> Option<ExitCode> {
+    let library = &config.runtime.onnxruntime_library;
+    let faults = [
+        Files::read(config).err().map(|error| error.to_string()),
+        std::fs::metadata(library).err().map(|error| {
+            format!(
+                "serving.runtime.onnxruntime_library: cannot read {}: {error}",
+                library.display()
+            )
+        }),
+    ];
+    let bundle = Manifest::load(&config.bundle).err();
+    let mut code = None;
+    for fault in faults.into_iter().flatten() {
+        code = Some(fail(Failure::Config, fault));
+    }
+    if let Some(error) = bundle {
+        let failed = fail(Failure::Model, format_args!("serving.bundle: {error}"));
+        code = code.or(Some(failed));
+    }
+    code
+}
+
+fn new_key(name: &str) -> ExitCode {
+    let made = auth::generate().and_then(|secret| Ok((auth::line_of(name, &secret)?, secret)));
+    match made {
+        Ok((line, secret)) => {
+            let _ = writeln!(std::io::stderr(), "{secret}");
+            print(&format!("{line}\n"))
+        }
+        Err(error) => fail(Failure::Config, error),
+    }
+}
+
+fn hash_key(name: &str) -> ExitCode {
+    let mut secret = String::new();
+    if let Err(error) = std::io::stdin().read_line(&mut secret) {
+        return fail(
+            Failure::Config,
+            format_args!("cannot read the secret from standard input: {error}"),
+        );
+    }
+    match auth::line_of(name, secret.trim_end_matches(['\r', '\n'])) {
+        Ok(line) => print(&format!("{line}\n")),
+        Err(error) => fail(Failure::Config, error),
+    }
+}
+
 fn fail(failure: Failure, error: impl fmt::Display) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "outrider-server: {error}");
     failure.into()
 }
 
-fn serve(config: Config) -> Result<(), ExitCode> {
-    let _log =
-        logging::start(&config.logging).map_err(|error| fail(Failure::Unavailable, error))?;
+fn serve(config: Config, sources: Sources) -> Result<(), ExitCode> {
+    let log = logging::start(&config.logging).map_err(|error| fail(Failure::Unavailable, error))?;
     log_start(&config);
-    let audit = config.audit.as_ref().map(AuditLog::open).transpose();
-    let audit = audit.map_err(|error| fail(Failure::Unavailable, error))?;
-    // Both ports are bound before anything slow begins, so that callers and probes get an answer from the first moment on.
-    let listener = bind("serving.listen", config.listen)?;
-    let admin_listener = bind("serving.admin_listen", config.admin_listen)?;
+    // Both sockets are bound before anything slow begins, so that callers and probes get an answer from the first moment on.
+    let launch = Launch::new(config, sources, Some(log)).map_err(|error| {
+        let failure = match error {
+            LaunchError::File(_) => Failure::Config,
+            LaunchError::Bind { .. } | LaunchError::Audit(_) => Failure::Unavailable,
+        };
+        fail(failure, error)
+    })?;
 
-    let ending = actix_web::rt::System::new().block_on(service::run(
-        config,
-        listener,
-        admin_listener,
-        audit,
-        loader::load,
-    ));
+    let ending = actix_web::rt::System::new().block_on(service::run(launch, loader::load));
     match ending {
         Ok(Ending::Stopped) => Ok(()),
         Ok(Ending::CannotServe(reason)) => {
@@ -160,18 +218,6 @@ fn serve(config: Config) -> Result<(), ExitCode> {
             Err(Failure::Internal.into())
         }
     }
-}
-
-fn bind(key: &str, address: SocketAddr) -> Result<TcpListener, ExitCode> {
-    let listener = TcpListener::bind(address).map_err(|error| {
-        fail(
-            Failure::Unavailable,
-            format_args!("cannot listen on {address} ({key}): {error}"),
-        )
-    })?;
-    let bound = listener.local_addr().unwrap_or(address);
-    tracing::info!(key, address = %bound, "listening");
-    Ok(listener)
 }
 
 fn log_start(config: &Config) {

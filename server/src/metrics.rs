@@ -57,6 +57,7 @@ const HTTP_REQUESTS: &str = "outrider_http_requests_total";
 const HTTP_ERRORS: &str = "outrider_http_errors_total";
 const HTTP_REQUEST_SECONDS: &str = "outrider_http_request_duration_seconds";
 const HTTP_IN_FLIGHT: &str = "outrider_http_requests_in_flight";
+const CONFIG_RELOADS: &str = "outrider_config_reloads_total";
 const COMPLETIONS_CANCELLED: &str = "outrider_completions_cancelled_total";
 const AUDIT_LINES: &str = "outrider_audit_lines_total";
 const AUDIT_LINES_LOST: &str = "outrider_audit_lines_lost_total";
@@ -120,6 +121,12 @@ pub const METRICS: &[Metric] = &[
         kind: Kind::Counter,
         labels: &[],
         help: "Failed attempts to write a line of the audit log; it is tried again until it succeeds",
+    },
+    Metric {
+        name: CONFIG_RELOADS,
+        kind: Kind::Counter,
+        labels: &["result"],
+        help: "Reloads of the configuration while the server ran, by what became of them",
     },
     Metric {
         name: READY,
@@ -308,6 +315,9 @@ pub fn install() -> &'static PrometheusHandle {
         ] {
             metrics::counter!(name).absolute(0);
         }
+        for result in ["applied", "refused"] {
+            metrics::counter!(CONFIG_RELOADS, "result" => result).absolute(0);
+        }
         handle
     })
 }
@@ -329,6 +339,11 @@ pub fn http_request(
     if let Some(code) = code {
         metrics::counter!(HTTP_ERRORS, "code" => code).increment(1);
     }
+}
+
+/// Counts a reload of the configuration; `result` is what became of it.
+pub fn config_reloaded(result: &'static str) {
+    metrics::counter!(CONFIG_RELOADS, "result" => result).increment(1);
 }
 
 /// Completions were given up.

@@ -1,31 +1,40 @@
-//! The running server: two listeners, one thread that loads the model and waits for it, and an orderly end.
+//! The running server: two listeners, one thread that loads the model and waits for it, one that watches over it, and an orderly end.
 //!
 //! The ports answer from the first moment: 503 until the model is loaded, and 503 again once a stop was asked for, while the answers
-//! that are under way are finished within the grace period. A second signal ends the wait.
+//! that are under way are finished within the grace period. Those that are not finished by then, or when a second signal comes, end with an
+//! error that says so, sent and logged like any other.
+//!
+//! `SIGTERM` and `SIGINT` stop the server, `SIGHUP` reads its configuration again.
 
-use std::net::TcpListener;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use actix_web::dev::ServerHandle;
 use actix_web::rt::time::{sleep, timeout};
 use actix_web::{rt, web};
-use futures_util::future::{Either, select};
-use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::oneshot;
+use futures_util::future::{Either, join_all, select};
+use sd_notify::NotifyState;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use crate::audit::AuditLog;
 use crate::config::Config;
 use crate::http::backend::Backend;
-use crate::http::{self, Settings, State, admin};
+use crate::http::{self, State, admin};
+use crate::launch::Launch;
 use crate::lifecycle::{Drain, Startup};
-use crate::metrics;
+use crate::reload::Reloader;
+use crate::{metrics, systemd, watch};
 
 /// How often histograms are compacted when nobody scrapes them.
 const METRICS_UPKEEP: Duration = Duration::from_secs(5);
 
-/// How long answers may take to say that the engine is gone.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// How long answers that are cut off may take to say so.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// How long the engine may take to close its sessions.
+const ENGINE_END: Duration = Duration::from_secs(2);
 
 /// What a loader is given.
 pub struct LoadContext {
@@ -48,6 +57,18 @@ pub enum Ending {
     EngineFailed(String),
 }
 
+/// What can happen to a running server.
+enum Happening {
+    /// This signal asks it to stop.
+    Stop(&'static str),
+    /// `SIGHUP`.
+    Reload,
+    /// The model is ready, for the first time.
+    Ready,
+    /// The loader has returned.
+    Ended(Result<(), String>),
+}
+
 /// Serves until a signal arrives or the model is gone.
 ///
 /// `load` runs on a thread of its own. It loads the model, provides it, and returns when the model is gone, with the reason when nobody
@@ -55,24 +76,41 @@ pub enum Ending {
 ///
 /// # Errors
 ///
-/// The listeners, the thread or the signal handlers could not be set up.
+/// The listeners, the threads or the signal handlers could not be set up.
 pub async fn run(
-    config: Config,
-    listener: TcpListener,
-    admin_listener: TcpListener,
-    audit: Option<AuditLog>,
+    launch: Launch,
     load: impl FnOnce(LoadContext) -> Result<(), String> + Send + 'static,
 ) -> std::io::Result<Ending> {
-    let mut signals = Signals::new()?;
+    let Launch {
+        config,
+        sources,
+        log,
+        audit,
+        settings,
+        connections,
+        listener,
+        admin_listener,
+    } = launch;
+    let (happen, mut happenings) = unbounded_channel();
+    forward_signals(&happen)?;
     let prometheus = metrics::install();
     let config = Arc::new(config);
     let startup = Arc::new(Startup::default());
     let drain = Arc::new(Drain::default());
-    let state = State::new(Settings::of(&config), startup.clone(), drain.clone());
-    let state = web::Data::new(state.with_audit(audit));
+    let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
+    let state = web::Data::new(state);
+    let mut reloader = Reloader::new(
+        sources,
+        config.clone(),
+        state.clone(),
+        connections.certificate.clone(),
+        log,
+        listener.try_clone()?,
+    );
 
-    let server = http::serve(state.clone(), listener)?;
-    let admin = admin::serve(state.clone(), admin_listener)?;
+    let server = http::serve(state.clone(), listener, &connections)?;
+    let (admin, socket_file) =
+        admin::serve(state.clone(), admin_listener, connections.header_timeout)?;
     let handles = [server.handle(), admin.handle()];
     rt::spawn(server);
     rt::spawn(admin);
@@ -83,40 +121,38 @@ pub async fn run(
         }
     });
 
-    let context = LoadContext {
-        config: config.clone(),
-        startup: startup.clone(),
-        provide: {
-            let state = state.clone();
-            Box::new(move |backend| state.provide(backend))
+    systemd::notify(&[NotifyState::Status("loading the model")]);
+    start_loader(
+        LoadContext {
+            config,
+            startup: startup.clone(),
+            provide: {
+                let state = state.clone();
+                Box::new(move |backend| state.provide(backend))
+            },
         },
-    };
-    let (report, mut ended) = oneshot::channel();
-    std::thread::Builder::new()
-        .name("loader".to_owned())
-        .spawn(move || {
-            // Nobody listens any more once the process is about to exit.
-            let _ = report.send(load(context));
-        })?;
+        load,
+        happen.clone(),
+    )?;
+    let watch = watch::start(state.clone(), move || {
+        let _ = happen.send(Happening::Ready);
+    })?;
 
-    let first = match select(pin!(signals.next()), &mut ended).await {
-        Either::Left((name, _)) => Either::Left(name),
-        Either::Right((result, _)) => Either::Right(result),
-    };
-    let ending = match first {
+    let ending = match serve(&mut happenings, &mut reloader, &state).await {
         Either::Left(name) => {
             tracing::info!(signal = name, in_flight = drain.in_flight(), "stopping");
+            systemd::notify(&[NotifyState::Stopping, NotifyState::Status("stopping")]);
             drain.begin();
-            finish_requests(&drain, &mut signals, config.shutdown_grace).await;
+            let grace = reloader.config().shutdown_grace;
+            finish_requests(&drain, &mut happenings, grace).await;
             Ending::Stopped
         }
         Either::Right(result) => {
-            // A loader that panicked drops its end of the channel.
-            let result = result.unwrap_or_else(|_| Err("the loader panicked".to_owned()));
             let reason = result
                 .err()
                 .unwrap_or_else(|| "the engine ended".to_owned());
             drain.begin();
+            drain.cut();
             let _ = timeout(LAST_WORDS, drain.idle()).await;
             if startup.complete() {
                 Ending::EngineFailed(reason)
@@ -125,9 +161,10 @@ pub async fn run(
             }
         }
     };
-    for handle in handles {
-        handle.stop(false).await;
-    }
+    // From here on the engine may well stand still, and nobody is to wait in the queue of a socket.
+    drop((watch, reloader));
+    stop_listening(&handles).await;
+    drop(socket_file);
     if let Some(audit) = state.audit() {
         // Connections that were closed just now still have their lines to write.
         let _ = timeout(LAST_WORDS, drain.idle()).await;
@@ -138,7 +175,14 @@ pub async fn run(
     {
         // Sessions are closed on their own thread before the process tears down the runtime under them.
         backend.stop();
-        let _ = timeout(LAST_WORDS, ended).await;
+        let ended = pin!(async {
+            while let Some(happening) = happenings.recv().await {
+                if matches!(happening, Happening::Ended(_)) {
+                    return;
+                }
+            }
+        });
+        let _ = timeout(ENGINE_END, ended).await;
     }
     // Any other ending is told by the caller, as the error it is.
     if ending == Ending::Stopped {
@@ -147,10 +191,85 @@ pub async fn run(
     Ok(ending)
 }
 
-async fn finish_requests(drain: &Drain, signals: &mut Signals, grace: Duration) {
+/// Reloads as often as asked; returns the signal that stops the server, or how the loader ended.
+async fn serve(
+    happenings: &mut UnboundedReceiver<Happening>,
+    reloader: &mut Reloader,
+    state: &State,
+) -> Either<&'static str, Result<(), String>> {
+    let mut ready = false;
+    let mut reload_waits = false;
+    loop {
+        let happening = happenings.recv().await;
+        match happening {
+            Some(Happening::Stop(name)) => return Either::Left(name),
+            Some(Happening::Ended(result)) => return Either::Right(result),
+            // The state has a sender, so the channel stays open.
+            None => return Either::Right(Err("nothing is left to wait for".to_owned())),
+            Some(Happening::Ready) => {
+                ready = true;
+                if let Some(backend) = state.backend() {
+                    let status = format!("serving {}", backend.card().name);
+                    systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
+                }
+                if std::mem::take(&mut reload_waits) {
+                    reload(reloader);
+                }
+            }
+            Some(Happening::Reload) if ready => reload(reloader),
+            Some(Happening::Reload) => {
+                tracing::info!("the configuration is read again once the model is loaded");
+                reload_waits = true;
+            }
+        }
+    }
+}
+
+fn reload(reloader: &mut Reloader) {
+    systemd::notify_reloading();
+    reloader.reload();
+    systemd::notify(&[NotifyState::Ready]);
+}
+
+/// Sends connections what they still have to get, for as long as [`http::FLUSH_SECONDS`], and closes them.
+async fn stop_listening(handles: &[ServerHandle]) {
+    join_all(handles.iter().map(|handle| handle.stop(true))).await;
+}
+
+fn start_loader(
+    context: LoadContext,
+    load: impl FnOnce(LoadContext) -> Result<(), String> + Send + 'static,
+    happen: UnboundedSender<Happening>,
+) -> std::io::Result<()> {
+    std::thread::Builder::new()
+        .name("loader".to_owned())
+        .spawn(move || {
+            // What a panic leaves behind is not used again: the server ends.
+            let result = catch_unwind(AssertUnwindSafe(|| load(context)))
+                .unwrap_or_else(|_| Err("the loader panicked".to_owned()));
+            let _ = happen.send(Happening::Ended(result));
+        })?;
+    Ok(())
+}
+
+/// Waits for the requests in flight, no longer than `grace` and no longer than to the next signal; then ends them.
+async fn finish_requests(
+    drain: &Drain,
+    happenings: &mut UnboundedReceiver<Happening>,
+    grace: Duration,
+) {
     let finished = pin!(timeout(grace, drain.idle()));
-    match select(finished, pin!(signals.next())).await {
-        Either::Left((Ok(()), _)) => {}
+    let second = pin!(async {
+        loop {
+            match happenings.recv().await {
+                Some(Happening::Stop(name)) => return name,
+                Some(Happening::Ended(_)) | None => return "the end of the engine",
+                Some(Happening::Reload | Happening::Ready) => {}
+            }
+        }
+    });
+    match select(finished, second).await {
+        Either::Left((Ok(()), _)) => return,
         Either::Left((Err(_), _)) => {
             tracing::warn!(
                 in_flight = drain.in_flight(),
@@ -159,32 +278,34 @@ async fn finish_requests(drain: &Drain, signals: &mut Signals, grace: Duration) 
         }
         Either::Right((name, _)) => {
             tracing::warn!(
-                signal = name,
+                cause = name,
                 in_flight = drain.in_flight(),
-                "second signal, requests are cut off"
+                "the wait for requests is over, they are cut off"
             );
         }
     }
+    drain.cut();
+    if timeout(LAST_WORDS, drain.idle()).await.is_err() {
+        tracing::warn!(
+            in_flight = drain.in_flight(),
+            "requests did not end in time, their connections are closed"
+        );
+    }
 }
 
-/// The signals that stop the server.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-        })
+/// Makes signals happenings, for as long as the runtime lives.
+fn forward_signals(happen: &UnboundedSender<Happening>) -> std::io::Result<()> {
+    let signals: [(SignalKind, fn() -> Happening); 3] = [
+        (SignalKind::terminate(), || Happening::Stop("SIGTERM")),
+        (SignalKind::interrupt(), || Happening::Stop("SIGINT")),
+        (SignalKind::hangup(), || Happening::Reload),
+    ];
+    for (kind, happening) in signals {
+        let mut signal = signal(kind)?;
+        let happen = happen.clone();
+        rt::spawn(async move {
+            while signal.recv().await.is_some() && happen.send(happening()).is_ok() {}
+        });
     }
-
-    async fn next(&mut self) -> &'static str {
-        match select(pin!(self.terminate.recv()), pin!(self.interrupt.recv())).await {
-            Either::Left(_) => "SIGTERM",
-            Either::Right(_) => "SIGINT",
-        }
-    }
+    Ok(())
 }

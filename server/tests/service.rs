@@ -3,16 +3,17 @@
 //! One test only: signals reach every server of the process.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
 use nix::sys::signal::{Signal, raise};
-use outrider_server::audit::AuditLog;
 use outrider_server::config::{Config, Sources};
+use outrider_server::launch::Launch;
 use outrider_server::lifecycle::Latch;
+use outrider_server::listen::Listener;
 use outrider_server::service::{self, Ending, LoadContext};
 use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedSender;
@@ -45,33 +46,29 @@ impl Life {
         let flags = [
             ("serving.bundle", "model"),
             ("serving.runtime.onnxruntime_library", "ort.so"),
+            ("serving.listen", "127.0.0.1:0"),
+            ("serving.admin_listen", "127.0.0.1:0"),
             ("serving.shutdown_grace_ms", grace_ms),
             ("serving.audit.path", audit_path.to_str().unwrap()),
         ];
-        let config = Config::load(&Sources {
+        let sources = Sources {
             flags: flags
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .to_vec(),
             ..Sources::default()
-        })
-        .unwrap();
-        let audit = AuditLog::open(config.audit.as_ref().unwrap()).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let admin_listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        };
+        let launch = Launch::new(Config::load(&sources).unwrap(), sources, None).unwrap();
+        let Listener::Tcp(admin_listener) = &launch.admin_listener else {
+            unreachable!("the endpoint is an address")
+        };
         Self {
             audit_path,
             _dir: dir,
-            address: listener.local_addr().unwrap(),
+            address: launch.listener.local_addr().unwrap(),
             admin_address: admin_listener.local_addr().unwrap(),
             ending: std::thread::spawn(move || {
                 actix_web::rt::System::new()
-                    .block_on(service::run(
-                        config,
-                        listener,
-                        admin_listener,
-                        Some(audit),
-                        load,
-                    ))
+                    .block_on(service::run(launch, load))
                     .unwrap()
             }),
         }
@@ -167,6 +164,13 @@ fn rest(mut stream: TcpStream) -> String {
     text
 }
 
+/// The stream was cut off with a last event, and its chunks are complete.
+fn ends_with_an_error(stream: TcpStream) {
+    let text = rest(stream);
+    assert!(text.contains("\"code\":\"engine_stopped\""), "{text}");
+    assert!(text.ends_with("\r\n0\r\n\r\n"), "{text}");
+}
+
 #[test]
 fn the_server_starts_answers_and_ends_in_order() {
     // A stop lets a running stream finish.
@@ -178,18 +182,21 @@ fn the_server_starts_answers_and_ends_in_order() {
     assert!(text.contains("last") && text.contains("[DONE]"), "{text}");
     assert_eq!(life.end(), (Ending::Stopped, vec![(200, None)]));
 
-    // The grace period bounds the wait for one that does not.
-    let (life, _stream, events, _loader) = running("1");
+    // The grace period bounds the wait for one that does not, and the stream says so.
+    let (life, stream, events, _loader) = running("1");
     raise(Signal::SIGINT).unwrap();
-    assert_eq!(life.end(), (Ending::Stopped, vec![(499, None)]));
+    ends_with_an_error(stream);
+    let stopped = (200, Some("engine_stopped".to_owned()));
+    assert_eq!(life.end(), (Ending::Stopped, vec![stopped.clone()]));
     actix_web::rt::System::new().block_on(events.closed());
 
     // So does a second signal.
-    let (life, _stream, events, _loader) = running("60000");
+    let (life, stream, events, _loader) = running("60000");
     raise(Signal::SIGTERM).unwrap();
     until(life.admin_address, "/readyz", "503");
     raise(Signal::SIGTERM).unwrap();
-    assert_eq!(life.ending.join().unwrap(), Ending::Stopped);
+    ends_with_an_error(stream);
+    assert_eq!(life.end(), (Ending::Stopped, vec![stopped.clone()]));
     actix_web::rt::System::new().block_on(events.closed());
 
     // An engine that ends by itself ends the server; requests are told.
@@ -197,7 +204,6 @@ fn the_server_starts_answers_and_ends_in_order() {
     drop(events);
     loader.end.send(Err("a step panicked".to_owned())).unwrap();
     assert!(rest(stream).contains("engine_stopped"));
-    let stopped = (200, Some("engine_stopped".to_owned()));
     assert_eq!(
         life.end(),
         (

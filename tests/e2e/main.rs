@@ -7,6 +7,7 @@ mod determinism;
 mod drafting;
 mod front_door;
 mod goldens;
+mod lifecycle;
 mod measures;
 mod openai;
 mod smoke;
@@ -63,6 +64,10 @@ fn main() -> ExitCode {
             greedy_tokens_equal_the_reference_implementation,
             chat_renders_the_prompt_of_the_reference_implementation,
             first_logits_differ_as_those_of_the_reference_implementation,
+        },
+        lifecycle::{
+            a_stop_tells_the_stream_that_it_cuts_off_and_logs_its_tokens,
+            a_stop_lets_a_stream_come_to_its_end,
         },
         measures::{
             int8_perplexity_is_within_three_percent_of_fp32,

@@ -37,6 +37,11 @@ pub enum Problem {
         /// The key that was probably meant.
         suggestion: Option<String>,
     },
+    /// An environment variable that was meant to hold a value has a name that is not read.
+    MisspeltVariable {
+        /// The variable that was probably meant.
+        suggestion: Option<String>,
+    },
     /// The path names a group of keys, not a value.
     NotAGroup,
     /// The value is of the wrong type or out of range.
@@ -59,6 +64,14 @@ impl fmt::Display for Fault {
         match &self.problem {
             Problem::UnknownKey { suggestion } => {
                 f.write_str("unknown key")?;
+                if let Some(suggestion) = suggestion {
+                    write!(f, "; did you mean {suggestion}?")?;
+                }
+            }
+            Problem::MisspeltVariable { suggestion } => {
+                f.write_str(
+                    "is not read: the variables of keys begin with OUTRIDER__ and have `__` between groups",
+                )?;
                 if let Some(suggestion) = suggestion {
                     write!(f, "; did you mean {suggestion}?")?;
                 }

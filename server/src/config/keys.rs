@@ -18,6 +18,33 @@ pub struct Key {
     pub help: &'static str,
 }
 
+/// Keys whose change a reload applies while the server runs. What stands in the files that keys name is read again as well.
+pub(super) const CHANGE_WHILE_RUNNING: &[&str] = &[
+    "serving.shutdown_grace_ms",
+    "serving.auth.api_keys_path",
+    "serving.auth.admin_tokens_path",
+    "serving.auth.allow_unauthenticated",
+    "serving.http.body_timeout_ms",
+    "serving.http.write_timeout_ms",
+    "serving.speculative.enabled",
+    "serving.runtime.prefill_chunk_tokens",
+    "serving.runtime.queue_capacity",
+    "serving.runtime.queue_timeout_ms",
+    "serving.runtime.request_deadline_ms",
+    "serving.runtime.max_completions_per_request",
+    "serving.runtime.request_body_limit_bytes",
+    "serving.runtime.heartbeat_limit_ms",
+    "serving.runtime.stall_limit_ms",
+    "serving.logging.level",
+];
+
+impl Key {
+    /// Whether a reload applies a change of this key; a change of any other refuses the whole reload.
+    pub fn changes_while_running(&self) -> bool {
+        CHANGE_WHILE_RUNNING.contains(&self.path)
+    }
+}
+
 /// What holds when no layer sets a key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Default {
@@ -38,6 +65,8 @@ pub enum Kind {
     Path,
     /// An IP address and a port.
     Address,
+    /// An IP address and a port, or a socket in the file system.
+    Endpoint,
     /// One of these names.
     OneOf(&'static [&'static str]),
     /// A whole number within these bounds.
@@ -60,6 +89,9 @@ impl fmt::Display for Kind {
             Self::Address => {
                 f.write_str("an IP address and a port, such as 127.0.0.1:8080 or [::1]:8080")
             }
+            Self::Endpoint => f.write_str(
+                "an IP address and a port, or unix: and the absolute path of a socket, such as unix:/run/outrider/admin.sock",
+            ),
             Self::OneOf([name]) => f.write_str(name),
             Self::OneOf(names) => {
                 f.write_str("one of ")?;
@@ -109,13 +141,13 @@ pub const KEYS: &[Key] = &[
         path: "serving.listen",
         kind: Kind::Address,
         default: Default::Value("127.0.0.1:8080"),
-        help: "Address of the OpenAI-compatible interface. There is no authentication: bind beyond loopback only behind a gateway.",
+        help: "Address of the OpenAI-compatible interface. Beyond loopback it needs auth.api_keys_path, or auth.allow_unauthenticated.",
     },
     Key {
         path: "serving.admin_listen",
-        kind: Kind::Address,
+        kind: Kind::Endpoint,
         default: Default::Value("127.0.0.1:8081"),
-        help: "Address of /livez, /readyz, /metrics and /admin/speculation. There is no authentication here either.",
+        help: "Address of /livez, /readyz, /metrics and /admin/speculation. Beyond loopback it needs auth.admin_tokens_path, or auth.allow_unauthenticated. A socket is for the owner and the group of the process.",
     },
     Key {
         path: "serving.shutdown_grace_ms",
@@ -130,7 +162,7 @@ pub const KEYS: &[Key] = &[
         path: "serving.auth.api_keys_path",
         kind: Kind::Path,
         default: Default::Unset("callers need no key"),
-        help: "File of the API keys that callers may use, each as its SHA-256. SIGHUP reads it again.",
+        help: "File of the API keys that callers may use: a name and the SHA-256 of the secret in each line. outrider-server --new-key NAME makes one. SIGHUP reads the file again.",
     },
     Key {
         path: "serving.auth.admin_tokens_path",
@@ -142,25 +174,25 @@ pub const KEYS: &[Key] = &[
         path: "serving.auth.allow_unauthenticated",
         kind: Kind::Flag,
         default: Default::Value("false"),
-        help: "Serve beyond loopback without keys or tokens. Without it, such a listener needs its file.",
+        help: "Let everyone who reaches a listener beyond loopback use it, where no file of keys or tokens is set.",
     },
     Key {
         path: "serving.tls.certificate_path",
         kind: Kind::Path,
         default: Default::Unset("plain HTTP"),
-        help: "PEM file of the certificate chain of the OpenAI-compatible interface, the server's own certificate first.",
+        help: "PEM file of the certificate chain of the OpenAI-compatible interface, the server's own certificate first. SIGHUP reads it again.",
     },
     Key {
         path: "serving.tls.private_key_path",
         kind: Kind::Path,
         default: Default::Unset("plain HTTP"),
-        help: "PEM file of the certificate's private key.",
+        help: "PEM file of the certificate's private key. SIGHUP reads it again.",
     },
     Key {
         path: "serving.http.cors_allowed_origins",
         kind: Kind::Text,
         default: Default::Unset("none, no browser page may call the server"),
-        help: "Origins whose pages may call the OpenAI-compatible interface, separated by commas.",
+        help: "Origins whose pages may call the OpenAI-compatible interface, separated by commas, such as https://chat.example.com,http://localhost:3000.",
     },
     Key {
         path: "serving.http.max_connections",
@@ -178,7 +210,7 @@ pub const KEYS: &[Key] = &[
             max: 3600000,
         },
         default: Default::Value("10000"),
-        help: "Time in which the head of a request must have arrived, and a TLS handshake be done.",
+        help: "Time in which the head of the first request of a connection must have arrived, and a TLS handshake be done.",
     },
     Key {
         path: "serving.http.body_timeout_ms",

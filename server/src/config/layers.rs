@@ -10,6 +10,9 @@ use figment::{Metadata, Profile, Provider, Source};
 /// Prefix of the environment variables that hold configuration values.
 pub const ENVIRONMENT_PREFIX: &str = "OUTRIDER__";
 
+/// What variables begin with that were meant to hold values, but miss an underscore.
+const MISSPELT_PREFIX: &str = "OUTRIDER_SERVING";
+
 /// Name of the metadata of values that carry text, not typed values.
 const ENVIRONMENT: &str = "environment";
 const FLAGS: &str = "flags";
@@ -102,6 +105,16 @@ impl Layer {
         Self::of_text(ENVIRONMENT, settings)
     }
 
+    /// Names of variables that were meant to hold a value of a key, but have another prefix and so are not read.
+    pub fn misspelt(variables: &[(String, String)]) -> impl Iterator<Item = &str> {
+        variables
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .filter(|name| {
+                name.starts_with(MISSPELT_PREFIX) && !name.starts_with(ENVIRONMENT_PREFIX)
+            })
+    }
+
     /// Values given on the command line, by the dotted path of their key; a later one wins.
     pub fn flags(settings: impl IntoIterator<Item = (String, String)>) -> Self {
         Self::of_text(FLAGS, settings)
@@ -138,6 +151,14 @@ fn insert(values: &mut Dict, path: &str, text: String) {
     }
 }
 
+/// The environment variable of a key.
+pub(super) fn variable_of(path: &str) -> String {
+    format!(
+        "{ENVIRONMENT_PREFIX}{}",
+        path.replace('.', "__").to_uppercase()
+    )
+}
+
 /// Where the value of a key came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
@@ -154,10 +175,7 @@ pub enum Origin {
 impl Origin {
     pub(super) fn of(metadata: Option<&Metadata>, path: &str) -> Self {
         match metadata {
-            Some(metadata) if metadata.name == ENVIRONMENT => Self::Environment(format!(
-                "{ENVIRONMENT_PREFIX}{}",
-                path.replace('.', "__").to_uppercase()
-            )),
+            Some(metadata) if metadata.name == ENVIRONMENT => Self::Environment(variable_of(path)),
             Some(metadata) if metadata.name == FLAGS => Self::Flag,
             Some(metadata) => match metadata.source.as_ref().and_then(Source::file_path) {
                 Some(file) => Self::File(file.to_owned()),

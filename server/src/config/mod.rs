@@ -24,6 +24,7 @@ pub use keys::{KEYS, Key, Kind};
 pub use layers::{ENVIRONMENT_PREFIX, LayerError, Origin};
 pub use reference::reference;
 
+use crate::listen::Endpoint;
 use layers::Layer;
 
 /// Where the layers of a configuration are.
@@ -47,7 +48,7 @@ pub struct Config {
     /// Address of the OpenAI-compatible interface.
     pub listen: SocketAddr,
     /// Address of the admin listener.
-    pub admin_listen: SocketAddr,
+    pub admin_listen: Endpoint,
     /// How long running requests may go on after a stop was asked for.
     pub shutdown_grace: Duration,
     /// Who may call.
@@ -92,8 +93,8 @@ pub struct Tls {
 /// Limits of connections.
 #[derive(Clone, Debug)]
 pub struct Http {
-    /// Origins whose pages may call, separated by commas.
-    pub cors_allowed_origins: Option<String>,
+    /// Origins whose pages may call.
+    pub cors_allowed_origins: Vec<String>,
     /// Connections that are open at the same time.
     pub max_connections: usize,
     /// Time for the head of a request.
@@ -234,7 +235,7 @@ impl Config {
         layers.push(Layer::environment(sources.environment.iter().cloned()));
         layers.push(Layer::flags(sources.flags.iter().cloned()));
 
-        let mut faults = Vec::new();
+        let mut faults = misspelt_variables(&sources.environment);
         for layer in &layers {
             // Each layer by itself: a later one must not hide what is wrong with the shape of an earlier one.
             find_strangers(layer, "", layer.values(), &mut faults);
@@ -267,7 +268,7 @@ impl Config {
                 .unwrap_or_default(),
             model_name: values.text("serving.model_name").map(str::to_owned),
             listen: values.address("serving.listen"),
-            admin_listen: values.address("serving.admin_listen"),
+            admin_listen: values.endpoint("serving.admin_listen"),
             shutdown_grace: time("serving.shutdown_grace_ms"),
             auth: Auth {
                 api_keys_path: path("serving.auth.api_keys_path"),
@@ -281,9 +282,7 @@ impl Config {
                     private_key_path,
                 }),
             http: Http {
-                cors_allowed_origins: values
-                    .text("serving.http.cors_allowed_origins")
-                    .map(str::to_owned),
+                cors_allowed_origins: values.origins().map(str::to_owned).collect(),
                 max_connections: count("serving.http.max_connections"),
                 header_timeout: time("serving.http.header_timeout_ms"),
                 body_timeout: time("serving.http.body_timeout_ms"),
@@ -356,6 +355,16 @@ impl Config {
         reference::effective_json(&self.settings)
     }
 
+    /// The keys whose values differ in `other`, in the order of [`KEYS`].
+    pub fn changes_to(&self, other: &Self) -> Vec<&'static Key> {
+        self.settings
+            .iter()
+            .zip(&other.settings)
+            .filter(|(here, there)| here.value != there.value)
+            .map(|(here, _)| here.key)
+            .collect()
+    }
+
     /// Every key that is not at its default, with its value and where it came from, for the log.
     pub fn overrides(&self) -> impl Iterator<Item = (&'static str, String, &Origin)> {
         self.settings
@@ -411,11 +420,63 @@ impl<'a> Values<'a> {
         }
     }
 
+    /// The origins of `serving.http.cors_allowed_origins`.
+    fn origins(&self) -> impl Iterator<Item = &'a str> {
+        self.text("serving.http.cors_allowed_origins")
+            .into_iter()
+            .flat_map(|text| text.split(','))
+            .map(str::trim)
+    }
+
+    fn endpoint(&self, path: &str) -> Endpoint {
+        self.text(path)
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(Endpoint::Tcp(SocketAddr::from(([127, 0, 0, 1], 0))))
+    }
+
     fn address(&self, path: &str) -> SocketAddr {
         self.text(path)
             .and_then(|text| text.parse().ok())
             .unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)))
     }
+}
+
+/// Whether a text is an origin as browsers send it: a scheme, a host in lower case and possibly a port, and nothing behind.
+fn is_origin(text: &str) -> bool {
+    let Some((scheme, authority)) = text.split_once("://") else {
+        return false;
+    };
+    let (host, port) = match authority.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
+        _ => (authority, None),
+    };
+    let is_word = |text: &str, others: &[u8]| {
+        !text.is_empty()
+            && text.bytes().all(|byte| {
+                byte.is_ascii_lowercase() || byte.is_ascii_digit() || others.contains(&byte)
+            })
+    };
+    is_word(scheme, b"+-.")
+        && is_word(host, b"-.[]:")
+        && port.is_none_or(|port| port.parse::<u16>().is_ok())
+}
+
+/// Faults for variables that look like values of keys and are none.
+fn misspelt_variables(environment: &[(String, String)]) -> Vec<Fault> {
+    let plain = |name: &str| name.replace("__", "_");
+    let fault = |name: &str| {
+        let meant = KEYS
+            .iter()
+            .map(|key| layers::variable_of(key.path))
+            .find(|variable| plain(variable) == plain(name));
+        Fault {
+            path: name.to_owned(),
+            value: None,
+            origin: Origin::Default,
+            problem: Problem::MisspeltVariable { suggestion: meant },
+        }
+    };
+    Layer::misspelt(environment).map(fault).collect()
 }
 
 /// Finds keys that are not known, and values where a group of keys belongs.
@@ -508,7 +569,9 @@ fn read(kind: Kind, value: &Value, carries_text: bool) -> Option<Scalar> {
     match value {
         Value::String(_, text) if carries_text => read_text(kind, text),
         Value::String(_, text) => match kind {
-            Kind::Text | Kind::Path | Kind::Address | Kind::OneOf(_) => read_text(kind, text),
+            Kind::Text | Kind::Path | Kind::Address | Kind::Endpoint | Kind::OneOf(_) => {
+                read_text(kind, text)
+            }
             Kind::Flag | Kind::Integer { .. } | Kind::Share => None,
         },
         Value::Bool(_, flag) if kind == Kind::Flag => Some(Scalar::Flag(*flag)),
@@ -552,6 +615,10 @@ fn read_text(kind: Kind, text: &str) -> Option<Scalar> {
             .parse::<SocketAddr>()
             .ok()
             .map(|_| Scalar::Text(text.to_owned())),
+        Kind::Endpoint => text
+            .parse::<Endpoint>()
+            .is_ok()
+            .then(|| Scalar::Text(text.to_owned())),
         Kind::OneOf(names) => names.contains(&text).then(|| Scalar::Text(text.to_owned())),
         Kind::Integer { min, max } => text
             .parse()
@@ -633,13 +700,34 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
         );
     }
     let listen = values.address("serving.listen");
-    if listen.port() != 0 && listen == values.address("serving.admin_listen") {
+    if listen.port() != 0 && Endpoint::Tcp(listen) == values.endpoint("serving.admin_listen") {
         fault(
             "serving.admin_listen",
             Problem::Conflict(
                 "serving.listen is the same address; the two listeners need their own",
             ),
         );
+    }
+    for (listener, file, reason) in [
+        (
+            "serving.listen",
+            "serving.auth.api_keys_path",
+            "a listener beyond loopback needs serving.auth.api_keys_path; serving.auth.allow_unauthenticated: true lets everyone who reaches it call",
+        ),
+        (
+            "serving.admin_listen",
+            "serving.auth.admin_tokens_path",
+            "a listener beyond loopback needs serving.auth.admin_tokens_path; serving.auth.allow_unauthenticated: true lets everyone who reaches it operate",
+        ),
+    ] {
+        // A socket in the file system is guarded by its permissions.
+        let is_local = match values.endpoint(listener) {
+            Endpoint::Tcp(address) => address.ip().to_canonical().is_loopback(),
+            Endpoint::Unix(_) => true,
+        };
+        if !is_local && !is_set(file) && !values.flag("serving.auth.allow_unauthenticated") {
+            fault(listener, Problem::Conflict(reason));
+        }
     }
     for (given, missing) in [
         (
@@ -654,6 +742,14 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
         if is_set(given) && !is_set(missing) {
             fault(missing, Problem::RequiredWith(given));
         }
+    }
+    if !values.origins().all(is_origin) {
+        fault(
+            "serving.http.cors_allowed_origins",
+            Problem::Conflict(
+                "each origin must be a scheme, `://`, a host in lower case and possibly a port, as browsers send it, such as https://chat.example.com; `*` is not taken",
+            ),
+        );
     }
     if values.integer("serving.runtime.stall_limit_ms")
         <= values.integer("serving.runtime.heartbeat_limit_ms")

@@ -54,6 +54,7 @@ pub fn reference() -> String {
         "# Every key of the server's configuration, with its default.\n\
          # Later layers win: this file, then environment variables such as OUTRIDER__SERVING__RUNTIME__MAX_CONCURRENCY=8,\n\
          # then flags such as --set serving.runtime.max_concurrency=8.\n\
+         # SIGHUP reads all of it again; a fault, or a change of a key without `SIGHUP applies a change`, refuses the whole.\n\
          # Print what holds in the end, or every fault, with: outrider-server --config FILE --check-config\n",
     );
     let mut open: Vec<&str> = Vec::new();
@@ -81,20 +82,25 @@ fn describe(text: &mut String, key: &Key, name: &str, depth: usize) {
     for line in key.help.lines() {
         let _ = writeln!(text, "{indent}# {line}");
     }
+    let changes = if key.changes_while_running() {
+        " SIGHUP applies a change."
+    } else {
+        ""
+    };
     let _ = match key.default {
         Default::Value(_) => {
             let value = default_of(key)
                 .map(|scalar| serde_yaml::to_string(&yaml(&scalar)).unwrap_or_default());
             writeln!(
                 text,
-                "{indent}# Value: {}.\n{indent}{name}: {}",
+                "{indent}# Value: {}.{changes}\n{indent}{name}: {}",
                 key.kind,
                 value.unwrap_or_default().trim_end()
             )
         }
         Default::Unset(meaning) => writeln!(
             text,
-            "{indent}# Value: {}. Not set: {meaning}.\n{indent}# {name}:",
+            "{indent}# Value: {}. Not set: {meaning}.{changes}\n{indent}# {name}:",
             key.kind
         ),
     };

@@ -111,6 +111,91 @@ fn a_flag_beats_the_environment_and_the_environment_beats_the_file() {
 }
 
 #[test]
+fn beyond_loopback_a_listener_needs_its_keys_or_leave_to_do_without() {
+    for (listener, file) in [
+        ("listen", "api_keys_path"),
+        ("admin_listen", "admin_tokens_path"),
+    ] {
+        let (listener, file) = (
+            format!("serving.{listener}"),
+            format!("serving.auth.{file}"),
+        );
+        let load = |flag: Option<(&str, &str)>| {
+            let mut case = minimal();
+            let listener: &'static str = listener.clone().leak();
+            case.flags.push((listener, "0.0.0.0:9000"));
+            if let Some((key, value)) = flag {
+                case.flags
+                    .push((key.to_owned().leak(), value.to_owned().leak()));
+            }
+            case.load()
+        };
+        assert!(load(None).is_err());
+        assert!(load(Some((&file, "keys"))).is_ok());
+        assert!(load(Some(("serving.auth.allow_unauthenticated", "true"))).is_ok());
+    }
+    let mut local = minimal();
+    local
+        .flags
+        .push(("serving.listen", "[::ffff:127.0.0.1]:9000"));
+    assert!(local.load().is_ok());
+}
+
+#[test]
+fn origins_are_taken_as_browsers_send_them() {
+    let mut case = minimal();
+    case.flags.push((
+        "serving.http.cors_allowed_origins",
+        "https://chat.example.com, http://localhost:3000,http://[::1]:8080,chrome-extension://abc",
+    ));
+    assert_eq!(
+        case.load().unwrap().http.cors_allowed_origins,
+        [
+            "https://chat.example.com",
+            "http://localhost:3000",
+            "http://[::1]:8080",
+            "chrome-extension://abc"
+        ]
+    );
+    assert!(
+        minimal()
+            .load()
+            .unwrap()
+            .http
+            .cors_allowed_origins
+            .is_empty()
+    );
+}
+
+#[test]
+fn changes_are_told_by_key_whatever_layer_they_come_from() {
+    let mut case = minimal();
+    let before = case.load().unwrap();
+    case.flags.push(("serving.runtime.queue_capacity", "64"));
+    case.flags.push(("serving.logging.level", "debug"));
+    case.flags.push(("serving.listen", "127.0.0.1:9999"));
+    let changed: Vec<(&str, bool)> = before
+        .changes_to(&case.load().unwrap())
+        .into_iter()
+        .map(|key| (key.path, key.changes_while_running()))
+        .collect();
+    // The queue is as long as it was.
+    assert_eq!(
+        changed,
+        [("serving.listen", false), ("serving.logging.level", true)]
+    );
+}
+
+#[test]
+fn keys_that_change_while_running_are_keys() {
+    let count = KEYS
+        .iter()
+        .filter(|key| key.changes_while_running())
+        .count();
+    assert_eq!(count, keys::CHANGE_WHILE_RUNNING.len());
+}
+
+#[test]
 fn a_later_flag_for_the_same_key_wins() {
     let mut case = minimal();
     case.flags.push(("serving.runtime.max_concurrency", "2"));
@@ -174,6 +259,9 @@ fn every_fault_of_every_layer_is_reported_at_once() {
                 "a-secret-that-must-not-be-shown",
             ),
             ("OUTRIDER_UNRELATED", "not ours"),
+            ("OUTRIDER_SERVING_RUNTIME_QUEUE_CAPACITY", "a-secret"),
+            ("OUTRIDER_SERVING__LISTEN", "a-secret"),
+            ("OUTRIDER_SERVING_API_KEY", "a-secret"),
         ],
         flags: vec![
             ("serving.shutdown_grace_ms", "-1"),
@@ -208,6 +296,21 @@ fn each_wrong_value_is_named_with_what_is_allowed() {
         "listen: \"127.0.0.1\"",
         "listen: \"::1:8080:\"",
         "admin_listen: \"127.0.0.1:8080\"",
+        "admin_listen: \"unix:admin.sock\"",
+        "http: {cors_allowed_origins: \"*\"}",
+        "http: {cors_allowed_origins: \"https://a.example,https://b.example/\"}",
+        "http: {cors_allowed_origins: \"https://A.example\"}",
+        "http: {cors_allowed_origins: \"a.example\"}",
+        "http: {cors_allowed_origins: \"https://a.example:port\"}",
+        "http: {cors_allowed_origins: \"https://user@a.example\"}",
+        "http: {max_connections: 0}",
+        "http: {header_timeout_ms: 0}",
+        "tls: {certificate_path: certificate.pem}",
+        "tls: {private_key_path: key.pem}",
+        "runtime: {stall_limit_ms: 30000}",
+        "listen: \"0.0.0.0:8080\"",
+        "listen: \"[::]:8080\"\nauth: {admin_tokens_path: tokens}",
+        "admin_listen: \"192.0.2.1:8081\"\nauth: {api_keys_path: keys}",
         "model_name: \"\"",
         "model_name: 7",
         "model_name: [a, b]",

@@ -211,6 +211,14 @@ impl EngineHandle {
         }
     }
 
+    /// Time since the engine last came round its loop; `None` until it does for the first time. It takes no lock, so it can be asked even when the
+    /// engine hangs.
+    pub fn heartbeat_age(&self) -> Option<Duration> {
+        let heartbeat_ms = self.shared.heartbeat_ms.load(Ordering::Relaxed);
+        let now_ms = self.shared.started.elapsed().as_millis() as u64;
+        (heartbeat_ms > 0).then(|| Duration::from_millis(now_ms.saturating_sub(heartbeat_ms)))
+    }
+
     /// Whether drafting is switched on; it may be unavailable all the same.
     pub fn speculation_enabled(&self) -> bool {
         self.shared.speculate.load(Ordering::Relaxed)
@@ -327,13 +335,17 @@ fn run(
         facts.shape = Some(target.shape().clone());
         facts.lossless = Some(probe.class);
         facts.speculation = Some(speculation.status());
-        facts.phase = Phase::Ready;
-        facts.detail = "serving".to_owned();
     }
     {
         let mut queue = lock(&shared.queue);
         queue.slots = target.shape().slots;
         queue.open = !queue.draining;
+    }
+    {
+        // Last: who sees that the engine is ready may submit at once.
+        let mut facts = lock(&shared.facts);
+        facts.phase = Phase::Ready;
+        facts.detail = "serving".to_owned();
     }
 
     let mut stepper = Stepper::new(
@@ -472,7 +484,8 @@ fn count_failure(error: &EngineError) {
 
 fn beat(shared: &Shared) {
     shared.heartbeat_ms.store(
-        shared.started.elapsed().as_millis() as u64,
+        // 0 stands for none yet.
+        (shared.started.elapsed().as_millis() as u64).max(1),
         Ordering::Relaxed,
     );
 }

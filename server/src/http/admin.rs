@@ -1,24 +1,31 @@
 //! The admin listener: `/livez`, `/readyz`, `/metrics` and `/admin/speculation`, on loopback unless told otherwise.
 //!
 //! `/livez` looks at the engine's heartbeat, not at the HTTP threads; a server that is still loading is alive.
+//! `/metrics` and `/admin/speculation` ask for a token where tokens are configured; the two probes never do.
 //! `/readyz` is 200 only when every start-up latch has passed, no stop was asked for, and the audit log can be written.
 
-use std::net::TcpListener;
+use std::time::Duration;
 
 use actix_web::dev::Server;
+use actix_web::middleware::from_fn;
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::State;
+use super::authenticate;
 use super::error::ApiError;
 use super::speculation::{self, Reader, SpeculationBody};
-use super::{READ, method_not_allowed, not_found};
-use crate::audit::AuditLog;
+use super::{FLUSH_SECONDS, READ, method_not_allowed, not_found};
 use crate::engine::Phase;
 use crate::lifecycle::Latch;
+use crate::listen::{Listener, SocketFile};
 use crate::metrics::{self, DraftInfo, EngineSnapshot, Snapshot};
+use crate::reload::Outcome;
+
+/// Connections that are open at the same time: probes, a scraper or two, an operator.
+const MAX_CONNECTIONS: usize = 256;
 
 #[derive(Serialize)]
 struct Liveness {
@@ -34,6 +41,7 @@ struct Readiness<'a> {
     phase: &'static str,
     detail: String,
     draining: bool,
+    last_reload: Option<&'static str>,
     latches: Map<String, Value>,
     model: Option<&'a str>,
     bundle_digest: Option<&'a str>,
@@ -48,8 +56,12 @@ struct AuditBody {
     detail: Option<String>,
 }
 
-/// Starts the admin interface on a bound listener. The caller decides when it stops.
-pub fn serve(state: web::Data<State>, listener: TcpListener) -> std::io::Result<Server> {
+/// Starts the admin interface on a bound listener. The caller decides when it stops, and keeps the file of a socket until then.
+pub fn serve(
+    state: web::Data<State>,
+    listener: Listener,
+    header_timeout: Duration,
+) -> std::io::Result<(Server, Option<SocketFile>)> {
     let prometheus = web::Data::new(metrics::install().clone());
     let server = HttpServer::new(move || {
         App::new()
@@ -59,9 +71,15 @@ pub fn serve(state: web::Data<State>, listener: TcpListener) -> std::io::Result<
             .default_service(web::to(not_found))
     })
     .workers(1)
-    .disable_signals()
-    .listen(listener)?;
-    Ok(server.run())
+    .max_connections(MAX_CONNECTIONS)
+    .client_request_timeout(header_timeout)
+    .shutdown_timeout(FLUSH_SECONDS)
+    .disable_signals();
+    let (server, socket_file) = match listener {
+        Listener::Tcp(listener) => (server.listen(listener)?, None),
+        Listener::Unix(listener, file) => (server.listen_uds(listener)?, Some(file)),
+    };
+    Ok((server.run(), socket_file))
 }
 
 fn routes(config: &mut web::ServiceConfig) {
@@ -83,12 +101,14 @@ fn routes(config: &mut web::ServiceConfig) {
         )
         .service(
             web::resource("/metrics")
+                .wrap(from_fn(authenticate::operators))
                 .route(web::get().to(scrape))
                 .route(web::head().to(scrape))
                 .default_service(only(READ)),
         )
         .service(
             web::resource("/admin/speculation")
+                .wrap(from_fn(authenticate::operators))
                 .route(web::get().to(speculation::get))
                 .route(web::head().to(speculation::get))
                 .route(web::put().to(speculation::put))
@@ -104,24 +124,8 @@ fn phase_name(phase: Phase) -> &'static str {
     }
 }
 
-fn is_ready(state: &State) -> bool {
-    let is_serving = |phase| phase == Phase::Ready;
-    state.startup.complete()
-        && !state.drain.draining()
-        && audit_fault(state).is_none()
-        && state
-            .backend
-            .get()
-            .is_some_and(|backend| is_serving(backend.status().phase))
-}
-
-/// Why the audit log can't be written, where there is one.
-fn audit_fault(state: &State) -> Option<String> {
-    state.audit().and_then(AuditLog::fault)
-}
-
 async fn livez(state: web::Data<State>) -> HttpResponse {
-    let limit = state.settings.heartbeat_limit;
+    let limit = state.settings().heartbeat_limit;
     let status = state.backend.get().map(|backend| backend.status());
     let alive = match &status {
         None => true,
@@ -143,7 +147,7 @@ async fn livez(state: web::Data<State>) -> HttpResponse {
 }
 
 async fn readyz(state: web::Data<State>) -> HttpResponse {
-    let ready = is_ready(&state);
+    let ready = state.is_ready();
     let backend = state.backend.get();
     let status = backend.map(|backend| backend.status());
     let card = backend.map(|backend| backend.card());
@@ -157,6 +161,7 @@ async fn readyz(state: web::Data<State>) -> HttpResponse {
             |status| status.detail.clone(),
         ),
         draining: state.drain.draining(),
+        last_reload: state.last_reload().map(Outcome::as_str),
         latches: Latch::ALL
             .into_iter()
             .map(|latch| {
@@ -198,7 +203,7 @@ async fn scrape(
 ) -> Result<HttpResponse, ApiError> {
     let backend = state.backend.get();
     metrics::snapshot(&Snapshot {
-        ready: is_ready(&state),
+        ready: state.is_ready(),
         in_flight: state.drain.in_flight(),
         latches: Latch::ALL
             .into_iter()

@@ -1,11 +1,13 @@
 //! What the HTTP layer needs from the layers below, as one trait, so that routes are tested with a fake model.
 
+use std::time::Duration;
+
 use outrider_bundle::manifest::GenerationDefaults;
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::{
-    EngineLimits, EngineStatus, Event, ModelLimits, Request, SpeculationError, SubmitError,
+    EngineLimits, EngineStatus, Event, ModelLimits, Phase, Request, SpeculationError, SubmitError,
 };
 use crate::text::{ChatError, ChatMessage, EncodeError};
 
@@ -19,6 +21,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// How the engine is.
     fn status(&self) -> EngineStatus;
+
+    /// Time since the engine last came round its loop; `None` while it is loading. It must not wait for the engine.
+    fn heartbeat_age(&self) -> Option<Duration> {
+        let status = self.status();
+        (status.phase == Phase::Ready).then_some(status.heartbeat_age)
+    }
 
     /// Validates and queues a request; dropping the receiver cancels it.
     fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError>;

@@ -47,18 +47,24 @@ pub enum Code {
     ChatTemplateLimit,
     /// A template variable belongs to the server.
     ReservedTemplateVariable,
+    /// The key is missing or not known.
+    InvalidApiKey,
     /// Another model is served.
     ModelNotFound,
     /// Nothing is at the path.
     NotFound,
     /// The path takes another method.
     MethodNotAllowed,
+    /// The body did not arrive in time.
+    RequestTimeout,
     /// There is no draft to switch on.
     DraftUnavailable,
     /// The body is too long.
     RequestTooLarge,
     /// The body is not declared as plain JSON.
     UnsupportedMediaType,
+    /// The head of the request is too long.
+    HeadTooLarge,
     /// Too many completions wait.
     QueueFull,
     /// The server failed.
@@ -79,7 +85,7 @@ pub enum Code {
 
 impl Code {
     /// Every code, by status.
-    pub const ALL: [Self; 35] = [
+    pub const ALL: [Self; 38] = [
         Self::InvalidJson,
         Self::UnreadableBody,
         Self::MissingParameter,
@@ -101,13 +107,16 @@ impl Code {
         Self::ChatTemplateFailed,
         Self::ChatTemplateLimit,
         Self::ReservedTemplateVariable,
+        Self::InvalidApiKey,
         Self::ModelNotFound,
         Self::NotFound,
         Self::MethodNotAllowed,
+        Self::RequestTimeout,
         Self::DraftUnavailable,
         Self::RequestTooLarge,
         Self::UnsupportedMediaType,
         Self::QueueFull,
+        Self::HeadTooLarge,
         Self::InternalError,
         Self::NonFiniteLogits,
         Self::EngineError,
@@ -141,13 +150,16 @@ impl Code {
             Self::ChatTemplateFailed => "chat_template_failed",
             Self::ChatTemplateLimit => "chat_template_limit",
             Self::ReservedTemplateVariable => "reserved_template_variable",
+            Self::InvalidApiKey => "invalid_api_key",
             Self::ModelNotFound => "model_not_found",
             Self::NotFound => "not_found",
             Self::MethodNotAllowed => "method_not_allowed",
+            Self::RequestTimeout => "request_timeout",
             Self::DraftUnavailable => "draft_unavailable",
             Self::RequestTooLarge => "request_too_large",
             Self::UnsupportedMediaType => "unsupported_media_type",
             Self::QueueFull => "queue_full",
+            Self::HeadTooLarge => "request_head_too_large",
             Self::InternalError => "internal_error",
             Self::NonFiniteLogits => "non_finite_logits",
             Self::EngineError => "engine_error",
@@ -161,12 +173,15 @@ impl Code {
     /// The HTTP status.
     pub fn status(self) -> StatusCode {
         match self {
+            Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
+            Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::ModelNotFound | Self::NotFound => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::DraftUnavailable => StatusCode::CONFLICT,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::UnsupportedMediaType => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::QueueFull => StatusCode::TOO_MANY_REQUESTS,
+            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::InternalError | Self::NonFiniteLogits | Self::EngineError => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }

@@ -24,6 +24,7 @@ pub struct ApiError {
     log: Option<String>,
     allow: Option<&'static str>,
     retry_after_seconds: Option<u64>,
+    closes: bool,
 }
 
 /// The JSON body of an error.
@@ -49,6 +50,7 @@ impl ApiError {
             log: None,
             allow: None,
             retry_after_seconds: code.retry_after_seconds(),
+            closes: false,
         }
     }
 
@@ -104,6 +106,24 @@ impl ApiError {
         )
     }
 
+    /// The head of the request is larger than it may be.
+    pub fn head_too_large(what: &str, count: usize, limit: usize) -> Self {
+        Self::new(
+            Code::HeadTooLarge,
+            format!("the request has {count} {what}; at most {limit} are taken"),
+        )
+    }
+
+    /// The path has a query string, which would have no effect.
+    pub fn unknown_query(name: &str) -> Self {
+        let name = shorten(name);
+        Self::new(
+            Code::UnknownParameter,
+            format!("the query parameter `{name}` is not known; this interface has none"),
+        )
+        .with_param(name)
+    }
+
     /// The model that was asked for is not the one served.
     pub fn model_not_found(model: &str, served: &str) -> Self {
         Self::new(
@@ -153,6 +173,43 @@ impl ApiError {
         }
     }
 
+    /// The request has no key, or not in the way it must be sent; `kind` says what the key is called.
+    pub fn key_missing(kind: &str) -> Self {
+        Self::new(
+            Code::InvalidApiKey,
+            format!("this server needs an {kind}, in the header `Authorization: Bearer KEY`"),
+        )
+    }
+
+    /// The key of the request is none of those listed.
+    pub fn key_unknown(kind: &str) -> Self {
+        Self::new(
+            Code::InvalidApiKey,
+            format!("the {kind} in the header `Authorization` is not one that this server knows"),
+        )
+    }
+
+    /// The body did not arrive in time.
+    pub fn body_timeout(limit: Duration) -> Self {
+        let public = format!(
+            "the request body did not arrive within {} ms",
+            limit.as_millis()
+        );
+        Self {
+            // The rest of the body may still come, and is not a request.
+            closes: true,
+            ..Self::new(Code::RequestTimeout, public)
+        }
+    }
+
+    /// The server was told to stop and takes no new requests.
+    pub fn going_down() -> Self {
+        Self {
+            closes: true,
+            ..Self::not_ready("the server is going down; try again later")
+        }
+    }
+
     /// The model is not loaded yet, or the server is going down.
     pub fn not_ready(public: &'static str) -> Self {
         Self::new(Code::NotReady, public)
@@ -169,7 +226,7 @@ impl ApiError {
 
     /// A prompt that the tokenizer refused; `prompt_param` is the field it came from.
     pub fn from_encode(error: EncodeError, prompt_param: &str) -> Self {
-        Self::new(Code::UnsupportedText, error.to_string()).with_param(prompt_param)
+        Self::new(code_of(&error), error.to_string()).with_param(prompt_param)
     }
 
     /// A submission that the engine refused; `prompt_param` is the field the prompt came from.
@@ -238,6 +295,13 @@ impl ApiError {
     }
 }
 
+fn code_of(error: &EncodeError) -> Code {
+    match error {
+        EncodeError::Refused(_) => Code::UnsupportedText,
+        EncodeError::TooLong { .. } => Code::ContextLengthExceeded,
+    }
+}
+
 impl From<FieldError> for ApiError {
     fn from(error: FieldError) -> Self {
         Self::new(error.rule.code(), error.to_string()).with_param(error.path)
@@ -252,7 +316,8 @@ impl From<ChatError> for ApiError {
             ChatError::Render(_) => (Code::ChatTemplateFailed, "messages"),
             ChatError::Limit(_) => (Code::ChatTemplateLimit, "messages"),
             ChatError::ReservedKwarg(_) => (Code::ReservedTemplateVariable, "chat_template_kwargs"),
-            ChatError::PrivateUse | ChatError::Encode(_) => (Code::UnsupportedText, "messages"),
+            ChatError::PrivateUse => (Code::UnsupportedText, "messages"),
+            ChatError::Encode(error) => (code_of(error), "messages"),
         };
         Self::new(code, error.to_string()).with_param(param)
     }
@@ -315,6 +380,12 @@ impl ResponseError for ApiError {
         let mut response = HttpResponse::build(self.code.status());
         if let Some(seconds) = self.retry_after_seconds {
             response.insert_header((header::RETRY_AFTER, seconds.to_string()));
+        }
+        if self.code == Code::InvalidApiKey {
+            response.insert_header((header::WWW_AUTHENTICATE, "Bearer realm=\"outrider\""));
+        }
+        if self.closes {
+            response.force_close();
         }
         if let Some(allow) = self.allow {
             response.insert_header((header::ALLOW, allow));

@@ -1,11 +1,13 @@
 //! `/v1/completions` and `/v1/chat/completions`: from the bytes of a body to an answer.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use actix_web::http::header;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
+use futures_util::future::{Either, select};
 use serde_json::Value;
 
 use super::State;
@@ -20,6 +22,8 @@ use super::params::{
 };
 use super::shape::{AnswerWriter, Head, Shape};
 use super::sse::EventStream;
+use crate::engine::{EngineError, Event};
+use crate::lifecycle::Drain;
 
 /// Characters of the bundle digest in `system_fingerprint`.
 const FINGERPRINT_DIGITS: usize = 12;
@@ -60,19 +64,35 @@ async fn answer(
     state: web::Data<State>,
     prepare: Prepare,
 ) -> Result<HttpResponse, ApiError> {
+    let drain = state.drain().clone();
+    let answer = pin!(complete(request, payload, state, prepare));
+    // A stream looks after itself; until there is one, a server that waits no longer ends the request here.
+    match select(answer, pin!(drain.cut_off())).await {
+        Either::Left((answer, _)) => answer,
+        Either::Right(_) => Err(ApiError::from(EngineError::Stopped)),
+    }
+}
+
+async fn complete(
+    request: HttpRequest,
+    payload: web::Payload,
+    state: web::Data<State>,
+    prepare: Prepare,
+) -> Result<HttpResponse, ApiError> {
     let arrived = Instant::now();
     let backend = state.ready()?.clone();
+    let settings = state.settings();
     let record = request
         .extensions()
         .get::<AccessRecord>()
         .cloned()
         .ok_or_else(|| ApiError::internal("the request has no access record"))?;
     record.caller(&request);
-    let body = body::read(&request, payload, state.settings.body_limit_bytes).await?;
+    let body = body::read(&request, payload, &state, settings.body_limit_bytes).await?;
     record.body(&body);
 
     let limits = Limits {
-        completions: state.settings.max_completions_per_request,
+        completions: settings.max_completions_per_request,
         vocab_size: backend.limits().vocab_size,
     };
     // A body can be megabytes of text to parse and tokenise: too long for a worker that other streams share.
@@ -97,7 +117,9 @@ async fn answer(
         .await
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
     };
-    run(backend, prepared, Caller::of(&request), arrived, record).await
+    let caller = Caller::of(&request);
+    let drain = state.drain().clone();
+    run(backend, prepared, caller, arrived, record, drain).await
 }
 
 /// The token ids of every prompt in a body of `/v1/completions`: all that happens to it before the engine is asked.
@@ -218,6 +240,7 @@ async fn run(
     caller: Caller,
     arrived: Instant,
     record: AccessRecord,
+    drain: Arc<Drain>,
 ) -> Result<HttpResponse, ApiError> {
     let Prepared {
         shape,
@@ -269,7 +292,8 @@ async fn run(
     if generation.stream {
         // What fails before there is anything to send has a status of its own.
         choices.begun().await?;
-        let stream = EventStream::new(backend, choices, writer, generation.include_usage, record);
+        let include_usage = generation.include_usage;
+        let stream = EventStream::new(backend, choices, writer, include_usage, record, drain);
         return Ok(HttpResponse::Ok()
             .insert_header((header::CONTENT_TYPE, "text/event-stream; charset=utf-8"))
             .insert_header((header::CACHE_CONTROL, "no-cache"))
@@ -288,7 +312,11 @@ async fn whole(
 ) -> Result<HttpResponse, ApiError> {
     let mut pieces: Vec<Piece> = choices.iter().map(|_| Piece::default()).collect();
     while let Some((index, event)) = poll_fn(|cx| choices.poll_next(cx)).await {
-        pieces[index].absorb(event?);
+        let event = event?;
+        // The token itself goes into the answer; should there be none, its record still counts it.
+        writer.brought(index, usize::from(matches!(event, Event::Token { .. })));
+        record.usage(writer.usage());
+        pieces[index].absorb(event);
     }
     let response = HttpResponse::Ok().json(writer.whole(backend, choices.iter(), pieces));
     record.usage(writer.usage());

@@ -6,6 +6,7 @@
 
 mod access;
 pub mod admin;
+mod authenticate;
 pub mod backend;
 mod body;
 mod caller;
@@ -15,6 +16,7 @@ pub mod error;
 mod facts;
 mod fields;
 mod generate;
+mod head;
 mod models;
 mod params;
 mod shape;
@@ -24,56 +26,153 @@ mod sse;
 pub use generate::{chat_prompts, completion_prompts};
 
 use std::net::TcpListener;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use actix_cors::Cors;
 use actix_web::dev::Server;
-use actix_web::http::KeepAlive;
-use actix_web::middleware::from_fn;
+use actix_web::http::{KeepAlive, Method, header};
+use actix_web::middleware::{Condition, from_fn};
 use actix_web::{App, HttpRequest, HttpServer, web};
+use arc_swap::{ArcSwap, ArcSwapOption};
 use tokio::sync::Semaphore;
 
 use crate::audit::AuditLog;
+use crate::auth::KeyRing;
 use crate::config::Config;
+use crate::engine::Phase;
+use crate::launch::FileError;
 use crate::lifecycle::{Drain, Startup};
+use crate::listen;
+use crate::metrics;
+use crate::reload::Outcome;
+use crate::tls::Certificate;
 use backend::Backend;
 use error::ApiError;
 
 /// Longer than the idle time of common gateways, so that they close an idle connection first and never send into a closing one.
 const KEEP_ALIVE: Duration = Duration::from_secs(75);
 
+/// How long connections may take to send the rest of their answers when the server ends, in seconds.
+pub const FLUSH_SECONDS: u64 = 1;
+
+/// How long browsers may keep what they were told about another origin.
+const PREFLIGHT_SECONDS: usize = 3600;
+
 /// Methods of routes that only tell; the answer to `HEAD` is that to `GET` without its body.
 const READ: &str = "GET, HEAD";
 
 /// What handlers share.
 pub struct State {
-    settings: Settings,
+    settings: ArcSwap<Settings>,
     startup: Arc<Startup>,
     drain: Arc<Drain>,
     backend: OnceLock<Arc<dyn Backend>>,
     /// Held while a large body is parsed and tokenised, see [`generate`].
     large_body: Arc<Semaphore>,
     audit: Option<AuditLog>,
+    last_reload: ArcSwapOption<Outcome>,
 }
 
-/// The part of the configuration that handlers need.
+/// The part of the configuration that handlers need. All of it can change while the server runs.
 #[derive(Clone, Debug)]
 pub struct Settings {
+    /// Keys of callers; `None` asks for none.
+    pub api_keys: Option<KeyRing>,
+    /// Tokens of operators; `None` asks for none.
+    pub admin_tokens: Option<KeyRing>,
     /// Longest request body.
     pub body_limit_bytes: usize,
     /// Most completions of one request.
     pub max_completions_per_request: usize,
+    /// Time for the body of a request.
+    pub body_timeout: Duration,
     /// Oldest heartbeat of an engine that counts as alive.
     pub heartbeat_limit: Duration,
+    /// Oldest heartbeat of an engine that the process goes on with.
+    pub stall_limit: Duration,
+}
+
+/// A server that asks for no keys, with limits in the middle of what a configuration allows.
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            api_keys: None,
+            admin_tokens: None,
+            body_limit_bytes: 1 << 20,
+            max_completions_per_request: 8,
+            body_timeout: Duration::from_secs(60),
+            heartbeat_limit: Duration::from_secs(60),
+            stall_limit: Duration::from_secs(600),
+        }
+    }
 }
 
 impl Settings {
-    /// Takes what handlers need out of the configuration.
-    pub fn of(config: &Config) -> Self {
-        Self {
+    /// Takes what handlers need out of the configuration, and reads the keys it names.
+    ///
+    /// # Errors
+    ///
+    /// A file of keys can't be used.
+    pub fn of(config: &Config) -> Result<Self, FileError> {
+        let keys = |key, path: &Option<PathBuf>| {
+            path.as_deref()
+                .map(KeyRing::read)
+                .transpose()
+                .map_err(|source| FileError::Keys { key, source })
+        };
+        let auth = &config.auth;
+        Ok(Self {
+            api_keys: keys("serving.auth.api_keys_path", &auth.api_keys_path)?,
+            admin_tokens: keys("serving.auth.admin_tokens_path", &auth.admin_tokens_path)?,
             body_limit_bytes: config.runtime.request_body_limit_bytes,
             max_completions_per_request: config.runtime.max_completions_per_request,
+            body_timeout: config.http.body_timeout,
             heartbeat_limit: config.runtime.heartbeat_limit,
+            stall_limit: config.runtime.stall_limit,
+        })
+    }
+}
+
+/// What connections of the OpenAI-compatible interface are held to.
+#[derive(Clone, Debug)]
+pub struct Connections {
+    /// Connections that are open at the same time.
+    pub max: usize,
+    /// Time for the head of the first request, and before it for the TLS handshake.
+    pub header_timeout: Duration,
+    /// Longest time in which a client takes none of its answer.
+    pub write_timeout: Duration,
+    /// Origins whose pages may call.
+    pub cors_allowed_origins: Vec<String>,
+    /// What TLS is spoken with; `None` is plain HTTP.
+    pub certificate: Option<Arc<Certificate>>,
+}
+
+/// Plain HTTP, with limits in the middle of what a configuration allows.
+impl Default for Connections {
+    fn default() -> Self {
+        Self {
+            max: 1024,
+            header_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_secs(60),
+            cors_allowed_origins: Vec::new(),
+            certificate: None,
+        }
+    }
+}
+
+impl Connections {
+    /// Takes the limits out of the configuration.
+    pub fn of(config: &Config, certificate: Option<Arc<Certificate>>) -> Self {
+        Self {
+            max: config.http.max_connections,
+            header_timeout: config.http.header_timeout,
+            write_timeout: config.http.write_timeout,
+            cors_allowed_origins: config.http.cors_allowed_origins.clone(),
+            certificate,
         }
     }
 }
@@ -82,12 +181,13 @@ impl State {
     /// The state of a server that is starting.
     pub fn new(settings: Settings, startup: Arc<Startup>, drain: Arc<Drain>) -> Self {
         Self {
-            settings,
+            settings: ArcSwap::from_pointee(settings),
             startup,
             drain,
             backend: OnceLock::new(),
             large_body: Arc::new(Semaphore::new(1)),
             audit: None,
+            last_reload: ArcSwapOption::empty(),
         }
     }
 
@@ -112,8 +212,41 @@ impl State {
         self.backend.get()
     }
 
-    fn drain(&self) -> &Arc<Drain> {
+    /// The settings that hold now.
+    pub fn settings(&self) -> Arc<Settings> {
+        self.settings.load_full()
+    }
+
+    /// Puts other settings in place; requests that are under way keep those they began with.
+    pub fn apply(&self, settings: Settings) {
+        self.settings.store(Arc::new(settings));
+    }
+
+    /// Notes how a reload of the configuration went.
+    pub fn reloaded(&self, outcome: Outcome) {
+        metrics::config_reloaded(outcome.as_str());
+        self.last_reload.store(Some(Arc::new(outcome)));
+    }
+
+    /// How the last reload of the configuration went; `None` before the first.
+    pub fn last_reload(&self) -> Option<Outcome> {
+        self.last_reload.load().as_deref().copied()
+    }
+
+    /// Requests in flight, and how far the server is on its way down.
+    pub fn drain(&self) -> &Arc<Drain> {
         &self.drain
+    }
+
+    /// Whether requests are served: every latch has passed, the engine runs, no stop was asked for and the audit log can be written.
+    pub fn is_ready(&self) -> bool {
+        self.startup.complete()
+            && !self.drain.draining()
+            && self.audit().and_then(AuditLog::fault).is_none()
+            && self
+                .backend
+                .get()
+                .is_some_and(|backend| backend.status().phase == Phase::Ready)
     }
 
     /// The model, once it may be used.
@@ -126,20 +259,61 @@ impl State {
 }
 
 /// Starts the OpenAI-compatible interface on a bound listener. The caller decides when it stops.
-pub fn serve(state: web::Data<State>, listener: TcpListener) -> std::io::Result<Server> {
+///
+/// # Errors
+///
+/// TLS can't be set up, or the listener can't be used.
+pub fn serve(
+    state: web::Data<State>,
+    listener: TcpListener,
+    connections: &Connections,
+) -> std::io::Result<Server> {
+    listen::set_write_timeout(&listener, connections.write_timeout)?;
+    let origins = connections.cors_allowed_origins.clone();
+    let workers = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let workers = workers.min(connections.max);
     let server = HttpServer::new(move || {
         App::new()
             .app_data(state.clone())
+            // The last one is the outermost.
+            .wrap(from_fn(head::check))
+            .wrap(from_fn(authenticate::callers))
+            .wrap(Condition::new(!origins.is_empty(), cors(&origins)))
             .wrap(from_fn(access::observe))
             .configure(routes)
             .default_service(web::to(not_found))
     })
+    .workers(workers)
+    // The library counts them for each worker, and gives each the same share.
+    .max_connections(connections.max.div_ceil(workers))
+    .client_request_timeout(connections.header_timeout)
+    .tls_handshake_timeout(connections.header_timeout)
     .keep_alive(KeepAlive::Timeout(KEEP_ALIVE))
     // A client that closes its side has gone away: what it asked for is dropped at once.
     .h1_allow_half_closed(false)
-    .disable_signals()
-    .listen(listener)?;
+    .shutdown_timeout(FLUSH_SECONDS)
+    .disable_signals();
+    let server = match &connections.certificate {
+        None => server.listen(listener)?,
+        Some(certificate) => {
+            let tls = Arc::clone(certificate).server_config();
+            server.listen_rustls_0_23(listener, tls.map_err(std::io::Error::other)?)?
+        }
+    };
     Ok(server.run())
+}
+
+/// Lets pages of these origins call. No cookies: a caller is known by its key.
+fn cors(origins: &[String]) -> Cors {
+    let cors = Cors::default()
+        .allowed_methods([Method::GET, Method::HEAD, Method::POST])
+        // OpenAI's client sends a dozen of its own, which say nothing here.
+        .allow_any_header()
+        .expose_headers([access::REQUEST_ID, header::RETRY_AFTER])
+        .max_age(PREFLIGHT_SECONDS);
+    origins
+        .iter()
+        .fold(cors, |cors, origin| cors.allowed_origin(origin))
 }
 
 fn routes(config: &mut web::ServiceConfig) {

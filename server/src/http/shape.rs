@@ -390,6 +390,8 @@ impl CompletionLogprobs {
 pub struct AnswerWriter {
     head: Head,
     writers: Vec<ChoiceWriter>,
+    /// Tokens of each choice that has not finished.
+    running_tokens: Vec<usize>,
     usage: UsageBody,
 }
 
@@ -399,13 +401,23 @@ impl AnswerWriter {
         Self {
             head,
             writers: (0..choices).map(ChoiceWriter::new).collect(),
+            running_tokens: vec![0; choices],
             usage: UsageBody::of_prompts(prompt_tokens),
         }
     }
 
-    /// Token counts so far.
+    /// Token counts so far, those of choices that have not finished included.
     pub fn usage(&self) -> UsageBody {
-        self.usage
+        let running: usize = self.running_tokens.iter().sum();
+        let mut usage = self.usage;
+        usage.completion_tokens += running;
+        usage.total_tokens += running;
+        usage
+    }
+
+    /// Notes that choice `index`, which has not finished, has brought this many more tokens.
+    pub fn brought(&mut self, index: usize, tokens: usize) {
+        self.running_tokens[index] += tokens;
     }
 
     /// The chunk that opens choice `index`, where the interface has one.
@@ -426,7 +438,8 @@ impl AnswerWriter {
         piece: Piece,
         with_usage: bool,
     ) -> Option<Body<'_>> {
-        self.count(&piece);
+        self.brought(index, piece.tokens.len());
+        self.count(index, &piece);
         let writer = &mut self.writers[index];
         if !writer.is_worth_a_chunk(&piece, &self.head) {
             return None;
@@ -449,14 +462,15 @@ impl AnswerWriter {
     ) -> Body<'_> {
         let mut bodies = Vec::with_capacity(pieces.len());
         for ((index, piece), choice) in pieces.into_iter().enumerate().zip(choices) {
-            self.count(&piece);
+            self.count(index, &piece);
             bodies.push(self.writers[index].write(backend, &self.head, choice, piece, false));
         }
         self.body(bodies, Some(Some(self.usage)), false)
     }
 
-    fn count(&mut self, piece: &Piece) {
+    fn count(&mut self, index: usize, piece: &Piece) {
         if let Some((_, usage)) = &piece.finished {
+            self.running_tokens[index] = 0;
             self.usage.add(usage);
         }
     }

@@ -77,7 +77,7 @@ pub async fn put(
     payload: web::Payload,
     state: web::Data<State>,
 ) -> Result<HttpResponse, ApiError> {
-    let bytes = body::read(&request, payload, BODY_LIMIT_BYTES).await?;
+    let bytes = body::read(&request, payload, &state, BODY_LIMIT_BYTES).await?;
     let mut fields = Fields::of(body::json(&bytes)?, "")?;
     let enabled = fields.flag("enabled")?;
     let missing = fields.error("enabled", Rule::Missing);

@@ -12,6 +12,8 @@ use std::task::{Context, Poll};
 
 use actix_web::body::{BodySize, MessageBody};
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
+use futures_util::future::LocalBoxFuture;
 use serde::Serialize;
 
 use super::access::AccessRecord;
@@ -19,6 +21,8 @@ use super::backend::Backend;
 use super::choices::{Choices, Piece};
 use super::error::ApiError;
 use super::shape::AnswerWriter;
+use crate::engine::EngineError;
+use crate::lifecycle::Drain;
 
 /// A streamed answer.
 pub struct EventStream {
@@ -27,6 +31,8 @@ pub struct EventStream {
     writer: AnswerWriter,
     include_usage: bool,
     record: AccessRecord,
+    /// Comes when the server goes down and waits no longer.
+    cut_off: LocalBoxFuture<'static, ()>,
     state: State,
     buffer: BytesMut,
 }
@@ -42,13 +48,14 @@ enum State {
 }
 
 impl EventStream {
-    /// Streams `choices`; `include_usage` adds a chunk with the token counts.
+    /// Streams `choices`; `include_usage` adds a chunk with the token counts. When `drain` cuts requests off, the stream ends with an error.
     pub fn new(
         backend: Arc<dyn Backend>,
         choices: Choices,
         writer: AnswerWriter,
         include_usage: bool,
         record: AccessRecord,
+        drain: Arc<Drain>,
     ) -> Self {
         Self {
             backend,
@@ -56,6 +63,7 @@ impl EventStream {
             writer,
             include_usage,
             record,
+            cut_off: async move { drain.cut_off().await }.boxed_local(),
             state: State::Opening,
             buffer: BytesMut::new(),
         }
@@ -70,10 +78,21 @@ impl EventStream {
         self.state = State::Running;
     }
 
+    fn fail(&mut self, error: &ApiError) {
+        write_event(&mut self.buffer, &error.body());
+        self.record.failed(error);
+        self.choices.cancel();
+        self.state = State::Ended;
+    }
+
     /// Takes every event that is there into the buffer.
     fn fill(&mut self, cx: &mut Context<'_>) {
         while self.state == State::Running {
             match self.choices.poll_next(cx) {
+                // Asked last, so that a completion which has just finished is not lost.
+                Poll::Pending if self.cut_off.poll_unpin(cx).is_ready() => {
+                    self.fail(&ApiError::from(EngineError::Stopped));
+                }
                 Poll::Pending => return,
                 Poll::Ready(Some((index, Ok(event)))) => {
                     let mut piece = Piece::default();
@@ -89,13 +108,7 @@ impl EventStream {
                     }
                     self.record.usage(self.writer.usage());
                 }
-                Poll::Ready(Some((_, Err(error)))) => {
-                    let error = ApiError::from(error);
-                    write_event(&mut self.buffer, &error.body());
-                    self.record.failed(&error);
-                    self.choices.cancel();
-                    self.state = State::Ended;
-                }
+                Poll::Ready(Some((_, Err(error)))) => self.fail(&ApiError::from(error)),
                 Poll::Ready(None) => {
                     if self.include_usage {
                         write_event(&mut self.buffer, &self.writer.usage_chunk());

@@ -58,6 +58,11 @@ impl Detokenizer {
         })
     }
 
+    /// Ids run from 0 to this, exclusive.
+    pub(super) fn vocab_size(&self) -> u32 {
+        self.control.len() as u32
+    }
+
     /// The bytes of a token in the middle of a text; none for an unknown id.
     pub(super) fn token_bytes(&self, id: u32) -> &[u8] {
         self.pieces.get(id)

@@ -15,10 +15,25 @@ use tokenizers::{
 
 use super::TextError;
 
-/// A text the tokenizer could not take, with the library's reason.
+/// Why a text has no token ids.
 #[derive(Debug, thiserror::Error)]
-#[error("the text can't be tokenised: {0}")]
-pub struct EncodeError(String);
+pub enum EncodeError {
+    /// The tokenizer could not take it, with the library's reason.
+    #[error("the text can't be tokenised: {0}")]
+    Refused(String),
+    /// It is longer than any text that fits into the context, whatever its tokens are.
+    #[error(
+        "the prompt has {bytes} bytes; the maximum context length is {context_tokens} tokens, which stand for {limit_bytes} bytes at the very most"
+    )]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+        /// Bytes of the longest text that could fit.
+        limit_bytes: usize,
+        /// Tokens that the context holds.
+        context_tokens: usize,
+    },
+}
 
 /// Where control tokens may be found in a text.
 #[derive(Clone, Copy)]
@@ -115,6 +130,15 @@ impl Encoder {
             .map(|entry| entry.pattern.as_str())
     }
 
+    /// Whether an added token swallows white space around it, of any length.
+    pub(super) fn swallows_space(&self) -> bool {
+        self.raw
+            .entries
+            .iter()
+            .chain(&self.normalized.entries)
+            .any(|entry| entry.strip_left || entry.strip_right)
+    }
+
     pub(super) fn encode_plain(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         self.run(text, Control::Nowhere)
     }
@@ -130,7 +154,7 @@ impl Encoder {
 
     fn run(&self, text: &str, control: Control<'_>) -> Result<Vec<u32>, EncodeError> {
         self.stages(text, control)
-            .map_err(|error| EncodeError(error.to_string()))
+            .map_err(|error| EncodeError::Refused(error.to_string()))
     }
 
     fn stages(&self, text: &str, control: Control<'_>) -> tokenizers::Result<Vec<u32>> {

@@ -10,6 +10,7 @@ mod chat;
 mod detokenizer;
 mod encoder;
 mod guard;
+mod length;
 mod stop;
 mod stream;
 
@@ -27,6 +28,7 @@ pub use stream::{Pushed, TextStream};
 use chat::ChatTemplate;
 use detokenizer::Detokenizer;
 use encoder::Encoder;
+use length::LengthLimit;
 
 /// Tokenizer and chat template of one model.
 #[derive(Debug)]
@@ -36,6 +38,10 @@ pub struct Text {
     chat: Option<ChatTemplate>,
     /// Put before a plain prompt.
     bos: Option<u32>,
+    /// Most bytes that one token can stand for, where there is such a number.
+    token_bytes_limit: Option<usize>,
+    /// Longest text that is tokenised at all.
+    length: LengthLimit,
 }
 
 /// Why the tokenizer or the chat template of a bundle can't be used.
@@ -106,6 +112,7 @@ impl Text {
         {
             return Err(TextError::IdOutOfRange { id, vocab_size });
         }
+        let keeps_text = length::keeps_text(&file.pipeline());
         file.check(&tokenizer)?;
         let known = |field, token: &Option<String>| match token {
             None => Ok(None),
@@ -129,12 +136,27 @@ impl Text {
             Some(source) => Some(ChatTemplate::new(source, facts, encoder.control_texts())?),
             None => None,
         };
+        let token_bytes_limit = keeps_text
+            .filter(|_| !encoder.swallows_space())
+            .and_then(|shrinking| length::token_bytes_limit(&detokenizer, shrinking));
         Ok(Self {
+            token_bytes_limit,
+            length: LengthLimit::default(),
             encoder,
             detokenizer,
             chat,
             bos: bos.filter(|_| facts.add_bos),
         })
+    }
+
+    /// Refuses texts that can't fit into a context of this many tokens before they are tokenised, which takes over a hundred times their size.
+    ///
+    /// It has no effect on a tokenizer that can make any amount of text one token or none.
+    pub fn with_context(mut self, context_tokens: usize) -> Self {
+        if let Some(token_bytes) = self.token_bytes_limit {
+            self.length = LengthLimit::of(context_tokens, token_bytes);
+        }
+        self
     }
 
     /// Token ids of a completion prompt: [`Self::encode_plain`] after the beginning-of-sequence token, when the model wants one. May be empty.
@@ -146,6 +168,7 @@ impl Text {
 
     /// Token ids of a text in which nothing is a control token.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
+        self.length.check(text)?;
         self.encoder.encode_plain(text)
     }
 
@@ -163,6 +186,7 @@ impl Text {
             .as_ref()
             .ok_or(ChatError::NoTemplate)?
             .render(messages, kwargs)?;
+        self.length.check(&rendered.text)?;
         Ok(self.encoder.encode(&rendered.text, &rendered.user_ranges)?)
     }
 
@@ -192,9 +216,20 @@ struct TokenizerFile {
     added_tokens: Vec<AddedTokenEntry>,
     #[serde(default)]
     normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    model: ModelEntry,
     /// Read only to be sure that it can be: the library panics where it can't.
     #[serde(default, rename = "decoder")]
     _decoder: Value,
+}
+
+/// The one thing that is read from the model, which holds the whole vocabulary.
+#[derive(Default, Deserialize)]
+struct ModelEntry {
+    #[serde(default)]
+    byte_fallback: bool,
 }
 
 #[derive(Deserialize)]
@@ -224,6 +259,15 @@ impl TokenizerFile {
             ));
         }
         Ok(file)
+    }
+
+    /// What could keep text from its tokens.
+    fn pipeline(&self) -> length::Pipeline<'_> {
+        length::Pipeline {
+            normalizer: &self.normalizer,
+            pre_tokenizer: &self.pre_tokenizer,
+            byte_fallback: self.model.byte_fallback,
+        }
     }
 
     /// Holds the file against what the library made of it: the library numbers added tokens that are not in the vocabulary itself.

@@ -163,9 +163,13 @@ fn a_caller_who_leaves_has_a_line_with_what_came_before() {
     let (backend, senders) = held();
     let audited = Audited::start(backend, true);
     let body = json!({"model": "fake", "prompt": "hi", "stream": true});
-    let mut stream = audited.server.open(COMPLETIONS, &body);
-    let events = senders.recv().unwrap();
-    events.send(token("one")).unwrap();
+    let (mut stream, events) = std::thread::scope(|scope| {
+        // The head of a stream comes with its first text.
+        let stream = scope.spawn(|| audited.server.open(COMPLETIONS, &body));
+        let events = senders.recv().unwrap();
+        events.send(token("one")).unwrap();
+        (stream.join().unwrap(), events)
+    });
     stream.next();
     events.send(token("two")).unwrap();
     stream.next();

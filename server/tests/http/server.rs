@@ -8,8 +8,9 @@ use std::time::Duration;
 use actix_web::dev::ServerHandle;
 use actix_web::{rt, web};
 use outrider_server::audit::AuditLog;
-use outrider_server::http::{self, Settings, State, admin, backend::Backend};
+use outrider_server::http::{self, Connections, Settings, State, admin, backend::Backend};
 use outrider_server::lifecycle::{Drain, Latch, Startup};
+use outrider_server::listen::{self, Listener};
 use serde_json::Value;
 
 use crate::fake::FakeBackend;
@@ -17,6 +18,7 @@ use crate::fake::FakeBackend;
 pub const BODY_LIMIT_BYTES: usize = 96 << 10;
 
 pub struct TestServer {
+    pub state: web::Data<State>,
     pub backend: Arc<FakeBackend>,
     pub startup: Arc<Startup>,
     pub drain: Arc<Drain>,
@@ -28,12 +30,23 @@ pub struct TestServer {
 impl TestServer {
     /// A server with this model, ready.
     pub fn start(backend: FakeBackend) -> Self {
-        Self::starting(backend).ready()
+        Self::with(backend, Self::settings())
+    }
+
+    /// A server with this model and these settings, ready.
+    pub fn with(backend: FakeBackend, settings: Settings) -> Self {
+        Self::connected(backend, settings, Connections::default())
+    }
+
+    /// A server with this model that holds its connections to this, ready.
+    pub fn connected(backend: FakeBackend, settings: Settings, connections: Connections) -> Self {
+        Self::starting_with(backend, settings, connections, None).ready()
     }
 
     /// A server with this model and an audit log, ready.
     pub fn audited(backend: FakeBackend, audit: AuditLog) -> Self {
-        Self::starting_with(backend, Some(audit)).ready()
+        let connections = Connections::default();
+        Self::starting_with(backend, Self::settings(), connections, Some(audit)).ready()
     }
 
     fn ready(self) -> Self {
@@ -45,36 +58,50 @@ impl TestServer {
 
     /// A server whose model is in place but whose latches are open.
     pub fn starting(backend: FakeBackend) -> Self {
-        Self::starting_with(backend, None)
+        Self::starting_with(backend, Self::settings(), Connections::default(), None)
     }
 
-    fn starting_with(backend: FakeBackend, audit: Option<AuditLog>) -> Self {
-        let backend = Arc::new(backend);
-        let startup = Arc::new(Startup::default());
-        let drain = Arc::new(Drain::default());
-        let settings = Settings {
+    /// The settings of servers that are started without.
+    pub fn settings() -> Settings {
+        Settings {
             body_limit_bytes: BODY_LIMIT_BYTES,
             max_completions_per_request: 4,
             heartbeat_limit: Duration::from_secs(1),
-        };
+            ..Settings::default()
+        }
+    }
+
+    fn starting_with(
+        backend: FakeBackend,
+        settings: Settings,
+        connections: Connections,
+        audit: Option<AuditLog>,
+    ) -> Self {
+        let backend = Arc::new(backend);
+        let startup = Arc::new(Startup::default());
+        let drain = Arc::new(Drain::default());
         let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
         let state = web::Data::new(state);
         state.provide(backend.clone() as Arc<dyn Backend>);
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = listen::bind_tcp(([127, 0, 0, 1], 0).into()).unwrap();
         let admin_listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let admin_address = admin_listener.local_addr().unwrap();
         let (sender, handles) = std::sync::mpsc::channel();
+        let served = state.clone();
         std::thread::spawn(move || {
             rt::System::new().block_on(async move {
-                let server = http::serve(state.clone(), listener).unwrap();
-                let admin = admin::serve(state, admin_listener).unwrap();
+                let server = http::serve(served.clone(), listener, &connections).unwrap();
+                let admin_listener = Listener::Tcp(admin_listener);
+                let (admin, _) =
+                    admin::serve(served, admin_listener, Duration::from_secs(60)).unwrap();
                 sender.send(vec![server.handle(), admin.handle()]).unwrap();
                 rt::spawn(admin);
                 server.await.unwrap();
             });
         });
         Self {
+            state,
             backend,
             startup,
             drain,
@@ -86,6 +113,23 @@ impl TestServer {
 
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Sends a request with these headers to either listener.
+    pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Reply {
+        let is_admin = !path.starts_with("/v1");
+        let address = if is_admin {
+            self.admin_address
+        } else {
+            self.address
+        };
+        let mut request = ureq::http::Request::builder()
+            .method(method)
+            .uri(format!("http://{address}{path}"));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        Reply::of(agent().run(request.body(body.to_owned()).unwrap()))
     }
 
     pub fn get(&self, path: &str) -> Reply {

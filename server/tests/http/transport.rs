@@ -119,6 +119,12 @@ fn a_body_of_another_type_is_refused() {
         ("content-type: text/plain\r\n", 415),
         ("content-type: application/x-www-form-urlencoded\r\n", 415),
         ("content-type: application/json; charset=utf-8\r\n", 400),
+        ("content-type: application/json;charset=\"UTF-8\"\r\n", 400),
+        ("content-type: application/json; charset=latin1\r\n", 415),
+        (
+            "content-type: application/json; charset=utf-8; x=1\r\n",
+            415,
+        ),
         ("Content-Type: Application/JSON\r\n", 400),
     ] {
         let answer = send(header);
