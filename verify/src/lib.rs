@@ -9,6 +9,7 @@ mod checks;
 pub mod client;
 mod files;
 pub mod lossless;
+pub mod perf;
 mod pool;
 pub mod prompts;
 pub mod report;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 use outrider_verify::lossless::plan::{MIN_COMPARED_TOKENS, Sampling};
-use outrider_verify::lossless::{self, Settings, Sides};
+use outrider_verify::lossless::{self, Settings};
 use outrider_verify::prompts::{self, Case, PROMPTS_PER_SCENARIO, SCENARIOS};
 
 use super::{Failure, Outcome, Output, Progress, service};
@@ -110,13 +110,7 @@ impl Arguments {
         };
         let candidate = self.service.service()?;
         let reference = self.service.reference(&self.reference)?;
-        let sides = match &reference {
-            None => Sides::Switch(&candidate),
-            Some(reference) => Sides::Two {
-                reference,
-                candidate: &candidate,
-            },
-        };
+        let sides = service::sides(&candidate, reference.as_ref());
         let progress = Progress::new("lossless");
         let report = lossless::run(sides, &cases, &settings, &|done, total| {
             progress.tell(done, total);

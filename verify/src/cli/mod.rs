@@ -2,6 +2,7 @@
 
 mod baseline;
 mod lossless;
+mod perf;
 mod service;
 mod soak;
 
@@ -40,6 +41,8 @@ enum Command {
     Lossless(lossless::Arguments),
     /// Does the service keep its promises at the edges: empty, over-long, odd characters, stop strings, clients that leave?
     Boundary(Checked),
+    /// Does drafting pay, and where? Measures with drafting on and off in turns
+    Perf(perf::Arguments),
     /// Does the service hold for long: errors, answers that change, restarts, memory?
     Soak(soak::Arguments),
     /// Does the service still say what it said? Answers are kept per bundle digest
@@ -86,6 +89,7 @@ pub fn main() -> ExitCode {
         Command::Smoke(arguments) => arguments.smoke(),
         Command::Lossless(arguments) => arguments.run(),
         Command::Boundary(arguments) => arguments.boundary(),
+        Command::Perf(arguments) => arguments.run(),
         Command::Soak(arguments) => arguments.run(),
         Command::Baseline(command) => command.run(),
     };

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use outrider_verify::client::{API_KEY_VARIABLE, Client, ClientError, ClientOptions};
+use outrider_verify::lossless::Sides;
 use outrider_verify::service::Service;
 use outrider_verify::soak::MetricsPage;
 
@@ -119,6 +120,17 @@ impl ServiceArguments {
                 None => error,
             })
         })
+    }
+}
+
+/// What is compared: two services, or one with drafting on and off.
+pub fn sides<'a>(candidate: &'a Service, reference: Option<&'a Service>) -> Sides<'a> {
+    match reference {
+        None => Sides::Switch(candidate),
+        Some(reference) => Sides::Two {
+            reference,
+            candidate,
+        },
     }
 }
 

@@ -18,6 +18,7 @@ use serde::Serialize;
 use crate::client::Client;
 use crate::lossless::compare::first_difference;
 use crate::lossless::plan::{self, Ask, Sampling};
+use crate::perf::stats::percentile;
 use crate::prompts::Case;
 use crate::report::{Model, SCHEMA_VERSION, Verdict};
 use crate::service::{CouldNotRun, Found, Service};
@@ -226,13 +227,12 @@ pub fn run(
         }
     };
     let watched = ask_until_over(service, metrics.zip(page), &asks, settings, &seen, progress);
-    let mut seen = seen.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let seen = seen.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.requests = seen.requests;
     report.generated_tokens = seen.generated_tokens;
     report.errors = seen.errors;
     report.changed_answers = seen.changed_answers;
     report.first_changes = seen.first_changes;
-    seen.seconds.sort_by(f64::total_cmp);
     report.request_seconds = percentile(&seen.seconds, 0.5)
         .zip(percentile(&seen.seconds, 0.99))
         .map(|(median, slow)| [median, slow]);
@@ -391,8 +391,7 @@ impl Seen {
 fn memory_of(samples: Vec<MemorySample>) -> Option<Memory> {
     let quarter = samples.len() / 4;
     let median = |samples: &[MemorySample]| {
-        let mut bytes: Vec<f64> = samples.iter().map(|sample| sample.bytes).collect();
-        bytes.sort_by(f64::total_cmp);
+        let bytes: Vec<f64> = samples.iter().map(|sample| sample.bytes).collect();
         percentile(&bytes, 0.5)
     };
     // The first quarter warms up.
@@ -404,12 +403,6 @@ fn memory_of(samples: Vec<MemorySample>) -> Option<Memory> {
         growth_share: late_bytes / early_bytes - 1.0,
         samples,
     })
-}
-
-/// The value that a share of the sorted values is not above.
-fn percentile(sorted: &[f64], share: f64) -> Option<f64> {
-    let last = sorted.len().checked_sub(1)?;
-    Some(sorted[(share * last as f64).round() as usize])
 }
 
 impl Report {

@@ -3,6 +3,7 @@
 mod baseline;
 mod boundary;
 mod lossless;
+mod perf;
 mod service;
 mod soak;
 

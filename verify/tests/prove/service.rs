@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use outrider_verify::perf::Clock;
 use serde_json::{Value, json};
 
 /// What the service is like. The default is right in everything and drafts.
@@ -56,6 +57,8 @@ pub struct Behaviour {
     pub delay: Duration,
     /// Time of a token without and with drafting.
     pub token_time: [Duration; 2],
+    /// Lets the time pass on the clock of [`Fake`] instead of the machine's.
+    pub virtual_time: bool,
     /// Starts the random faults.
     pub nonce: u64,
 }
@@ -84,6 +87,7 @@ impl Default for Behaviour {
             cuts: false,
             delay: Duration::ZERO,
             token_time: [Duration::ZERO; 2],
+            virtual_time: false,
             nonce: 1,
         }
     }
@@ -95,6 +99,14 @@ pub struct Fake {
     pub address: SocketAddr,
     /// The places where it was wrong: prompt and position.
     pub faults: Arc<Mutex<Vec<(String, usize)>>>,
+    time_ns: Arc<AtomicU64>,
+}
+
+/// The time that the service's tokens took so far, on a machine that is never busy with anything else.
+impl Clock for Fake {
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.time_ns.load(Ordering::SeqCst))
+    }
 }
 
 impl Fake {
@@ -110,6 +122,7 @@ struct Shared {
     counter: AtomicU64,
     requests: AtomicU64,
     leavers: AtomicU64,
+    time_ns: Arc<AtomicU64>,
     faults: Arc<Mutex<Vec<(String, usize)>>>,
 }
 
@@ -131,11 +144,13 @@ pub fn serve(behaviour: Behaviour) -> Fake {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let faults = Arc::new(Mutex::new(Vec::new()));
+    let time_ns = Arc::new(AtomicU64::new(0));
     let shared = Arc::new(Shared {
         behaviour,
         counter: AtomicU64::new(0),
         requests: AtomicU64::new(0),
         leavers: AtomicU64::new(0),
+        time_ns: time_ns.clone(),
         faults: faults.clone(),
     });
     thread::spawn(move || {
@@ -147,7 +162,11 @@ pub fn serve(behaviour: Behaviour) -> Fake {
             });
         }
     });
-    Fake { address, faults }
+    Fake {
+        address,
+        faults,
+        time_ns,
+    }
 }
 
 fn mix(first: u64, second: u64) -> u64 {
@@ -225,7 +244,7 @@ impl Shared {
                 }
                 return sent;
             }
-            thread::sleep(self.token_time(&answer) * answer.ids.len() as u32);
+            self.pass(self.token_time(&answer) * answer.ids.len() as u32);
             let body = whole_body(&request, &answer);
             if self.behaviour.cuts && answer.drafting {
                 let half = &body[..body.len() / 2];
@@ -236,6 +255,15 @@ impl Shared {
                 );
             }
             whole(&mut writer, 200, &body)?;
+        }
+    }
+
+    fn pass(&self, time: Duration) {
+        if self.behaviour.virtual_time {
+            self.time_ns
+                .fetch_add(time.as_nanos() as u64, Ordering::SeqCst);
+        } else {
+            thread::sleep(time);
         }
     }
 
@@ -406,7 +434,7 @@ impl Shared {
         };
         let mut rest = answer.text.as_str();
         for (index, &id) in answer.ids.iter().enumerate() {
-            thread::sleep(self.token_time(answer));
+            self.pass(self.token_time(answer));
             if self.behaviour.cuts && answer.drafting && index > 1 {
                 return Ok(());
             }
