@@ -3,11 +3,12 @@
 //! This crate owns the client, the checks and the report.
 //! It links neither the server nor ONNX Runtime, so it can judge any server, and never shares a fault with the one it judges.
 
+pub mod all;
 pub mod baseline;
 pub mod boundary;
 mod checks;
 pub mod client;
-mod files;
+pub mod files;
 pub mod lossless;
 pub mod perf;
 mod pool;

@@ -1,5 +1,6 @@
 //! The command line: from arguments to a run, and from its report to output and exit code. It judges nothing.
 
+mod all;
 mod baseline;
 mod lossless;
 mod perf;
@@ -45,6 +46,8 @@ enum Command {
     Perf(perf::Arguments),
     /// Does the service hold for long: errors, answers that change, restarts, memory?
     Soak(soak::Arguments),
+    /// May this service serve? Runs every step of a gate and writes report.json and report.html
+    All(all::Arguments),
     /// Does the service still say what it said? Answers are kept per bundle digest
     #[command(subcommand)]
     Baseline(baseline::Command),
@@ -91,6 +94,7 @@ pub fn main() -> ExitCode {
         Command::Boundary(arguments) => arguments.boundary(),
         Command::Perf(arguments) => arguments.run(),
         Command::Soak(arguments) => arguments.run(),
+        Command::All(arguments) => arguments.run(),
         Command::Baseline(command) => command.run(),
     };
     match outcome {
@@ -167,12 +171,16 @@ impl Progress {
     }
 
     fn tell(&self, done: usize, total: usize) {
+        self.tell_of(self.what, done, total);
+    }
+
+    fn tell_of(&self, what: &str, done: usize, total: usize) {
         let Ok(mut last) = self.last.try_lock() else {
             return;
         };
         if self.shown && last.elapsed() >= PROGRESS_INTERVAL {
             *last = Instant::now();
-            let _ = writeln!(std::io::stderr(), "{}: {done} of {total}", self.what);
+            let _ = writeln!(std::io::stderr(), "{what}: {done} of {total}");
         }
     }
 }

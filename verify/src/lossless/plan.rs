@@ -22,9 +22,11 @@ pub enum Sampling {
 }
 
 /// How a run is made and what it takes to pass; all of it is in the report.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Settings {
     /// Ways of choosing tokens.
+    #[serde(rename = "sampling")]
     pub samplings: Vec<Sampling>,
     /// Most tokens of an answer, where the case does not say.
     pub max_tokens: u64,

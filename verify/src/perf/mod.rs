@@ -9,7 +9,7 @@ pub mod stats;
 
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::lossless::compare::tokens;
@@ -23,9 +23,11 @@ use crate::wire::Api;
 use report::{Cell, Report};
 
 /// How a run is made and what it takes to pass.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// Requests in flight, one after the other.
+    /// Requests in flight, one number after the other.
+    #[serde(rename = "concurrency")]
     pub concurrencies: Vec<usize>,
     /// Pairs of blocks for each scenario and concurrency.
     pub rounds: usize,
@@ -46,7 +48,7 @@ pub struct Settings {
 }
 
 /// Bounds of a run that passes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bounds {
     /// Most scenarios in which drafting is harmful.

@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::client::Client;
 use crate::lossless::compare::first_difference;
@@ -35,7 +35,8 @@ const LEAST_SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 const ERROR_KINDS: usize = 20;
 
 /// How a run is made and what it takes to pass.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Settings {
     /// How long to ask, in seconds.
     pub duration_s: f64,

@@ -1,5 +1,6 @@
 //! The commands that prove a service, against services with and without faults.
 
+mod all;
 mod baseline;
 mod boundary;
 mod lossless;

@@ -305,6 +305,13 @@ impl Shared {
         if !self.behaviour.refuses_nothing && (empty || body.len() > 400_000) {
             return Err((400, "the prompt is empty or too long".into()));
         }
+        if request["model"] != "sea-words" {
+            return Err((404, "this model is not served".into()));
+        }
+        let wrong_type = request["temperature"].is_string();
+        if wrong_type || request["max_tokens"].as_i64().is_some_and(|most| most < 1) {
+            return Err((400, "a field has a wrong value".into()));
+        }
         if !self.behaviour.token_ids && request.get("return_token_ids").is_some() {
             return Err((400, "unknown field `return_token_ids`".into()));
         }
