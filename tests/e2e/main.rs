@@ -74,7 +74,11 @@ fn main() -> ExitCode {
             fp32_memory_is_little_more_than_weights_and_kv_slab,
         },
         openai::{the_official_client_is_served},
-        smoke::{the_server_passes_the_smoke_checks},
+        smoke::{
+            the_server_passes_the_smoke_checks,
+            the_server_passes_at_the_edges,
+            drafting_changes_no_answer_by_the_judgement_of_verify,
+        },
         speculation::{
             the_recorded_pair_gives_its_tokens_and_keeps_as_many_drafts,
             the_tiny_pair_loses_nothing_in_any_pair_of_settings,

@@ -1,4 +1,4 @@
-//! `outrider-verify smoke` against the real server.
+//! `outrider-verify` against the real server.
 
 use std::process::Command;
 
@@ -25,5 +25,48 @@ pub fn the_server_passes_the_smoke_checks(servers: &Servers) -> anyhow::Result<(
     assert_eq!(report["model"]["drafting"], "on", "{text}");
     assert_eq!(report["model"]["lossless_class"], "exact", "{text}");
     assert!(report["model"]["bundle_digest"].is_string(), "{text}");
+    Ok(())
+}
+
+pub fn the_server_passes_at_the_edges(servers: &Servers) -> anyhow::Result<()> {
+    let server = servers.of(Precision::Int8)?;
+    let output = Command::new(fixtures::verify_binary()?)
+        .args(["boundary", "--json", "--endpoint", &server.endpoint()])
+        .output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    let report: Value = serde_json::from_str(&text)?;
+    let checks = report["checks"].as_array().context("no checks")?;
+    let passed = |check: &Value| check["outcome"] == "pass";
+    assert!(checks.iter().all(passed), "{text}");
+    Ok(())
+}
+
+pub fn drafting_changes_no_answer_by_the_judgement_of_verify(
+    servers: &Servers,
+) -> anyhow::Result<()> {
+    let server = servers.of(Precision::Int8)?;
+    let output = Command::new(fixtures::verify_binary()?)
+        .args(["lossless", "--json", "--endpoint", &server.endpoint()])
+        .args([
+            "--scenarios",
+            "code,structured",
+            "--prompts-per-scenario",
+            "2",
+        ])
+        .args(["--max-tokens", "24", "--min-compared-tokens", "100"])
+        .output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let report: Value = serde_json::from_str(&text)?;
+    // How much is drafted depends on what pays at the moment, and nothing drafted would be inconclusive.
+    let verdict = report["verdict"].as_str();
+    assert!(matches!(verdict, Some("pass" | "inconclusive")), "{text}");
+    assert_eq!(report["differences"], serde_json::json!([]), "{text}");
+    assert_eq!(report["compared_by"], "token_ids", "{text}");
+    assert!(report["compared_tokens"].as_u64() >= Some(100), "{text}");
+    assert_eq!(
+        report["reference"]["drafting"]["drafted_tokens"], 0,
+        "{text}"
+    );
     Ok(())
 }

@@ -227,7 +227,15 @@ pub fn run(
             return report;
         }
     };
-    let watched = ask_until_over(service, metrics.zip(page), &asks, settings, &seen, progress);
+    let watched = ask_until_over(
+        service,
+        metrics.zip(page),
+        cases,
+        &asks,
+        settings,
+        &seen,
+        progress,
+    );
     let seen = seen.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.requests = seen.requests;
     report.generated_tokens = seen.generated_tokens;
@@ -262,6 +270,7 @@ fn asks(cases: &[Case], settings: &Settings) -> Vec<Ask> {
 fn ask_until_over(
     service: &Service,
     metrics: Option<(&MetricsPage, Page)>,
+    cases: &[Case],
     asks: &[Ask],
     settings: &Settings,
     seen: &Mutex<Seen>,
@@ -284,7 +293,8 @@ fn ask_until_over(
             } else {
                 service.ask(ask.api, &ask.fields)
             };
-            let failed = lock(seen).add(index, ask, found, asked.elapsed());
+            let name = &cases[ask.case].id;
+            let failed = lock(seen).add(index, name, found, asked.elapsed());
             if failed {
                 thread::sleep(PAUSE_AFTER_ERROR);
             }
@@ -347,7 +357,7 @@ impl Seen {
     fn add(
         &mut self,
         index: usize,
-        ask: &Ask,
+        name: &str,
         found: Result<Found, CouldNotRun>,
         took: Duration,
     ) -> bool {
@@ -369,10 +379,8 @@ impl Seen {
                 if let Some((aspect, position)) = first_difference(first, &found, None) {
                     self.changed_answers += 1;
                     if self.first_changes.len() < ERROR_KINDS {
-                        self.first_changes.push(format!(
-                            "case {} {:?}: {aspect:?} at {position}",
-                            ask.case, ask.sampling
-                        ));
+                        self.first_changes
+                            .push(format!("{name}: {aspect:?} at {position}"));
                     }
                 }
             }

@@ -7,6 +7,7 @@ mod lossless;
 mod perf;
 mod service;
 mod soak;
+mod tls;
 
 use std::process::{Command, Output};
 
