@@ -76,6 +76,7 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     let options = EngineOptions {
         limits: engine_limits(&config),
         clock: Clock::default(),
+        prefix_cache: config.runtime.prefix_cache,
         speculate: config.speculative.enabled,
         draft_block_size: config.speculative.draft_block_size,
         adaptive_width: config.speculative.adaptive_width,
@@ -156,6 +157,12 @@ fn load_models(
         &TargetOptions {
             session: session_options(config),
             slots: runtime.max_concurrency,
+            parking_slots: if runtime.prefix_cache {
+                runtime.prefix_cache_slots
+            } else {
+                0
+            },
+            block_size: draft::block_size(&config.speculative, bundle.manifest().draft.as_ref()),
             context_tokens: runtime.context_tokens,
             kv_limit_bytes,
         },
@@ -209,10 +216,11 @@ fn load_draft(
     kv_limit_bytes: u64,
 ) -> Result<(Box<dyn Drafter>, DraftCard), Absence> {
     let facts = draft::facts(bundle)?;
-    draft::check_target(&config.speculative, facts, class, target)?;
+    draft::check_class(&config.speculative, class)?;
     let options = DraftOptions {
         session: session_options(config),
         slots: target.slots,
+        parking_slots: target.parking_slots,
         context_tokens: target.context_tokens,
         candidate_topk: config.speculative.candidate_topk,
         kv_limit_bytes,

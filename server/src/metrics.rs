@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
-use crate::engine::Drafting;
+use crate::engine::{Drafting, EngineError, KvRows};
 
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,6 +67,9 @@ const LATCH_SECONDS: &str = "outrider_startup_latch_seconds";
 const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
 const RUNNING: &str = "outrider_completions_running";
 const WAITING: &str = "outrider_completions_waiting";
+const SLOTS: &str = "outrider_slots";
+const KV_ROWS: &str = "outrider_kv_rows";
+const KV_ROWS_USED: &str = "outrider_kv_rows_used";
 const DRAFTING: &str = "outrider_drafting";
 const DRAFT_INFO: &str = "outrider_draft_info";
 const MODEL_INFO: &str = "outrider_model_info";
@@ -169,6 +172,48 @@ pub const METRICS: &[Metric] = &[
         kind: Kind::Histogram(REQUEST_SECONDS),
         labels: &[],
         help: "Time that a completion waited for its slot",
+    },
+    Metric {
+        name: "outrider_time_to_first_token_seconds",
+        kind: Kind::Histogram(REQUEST_SECONDS),
+        labels: &[],
+        help: "Time from the arrival of a request to the first token of a completion",
+    },
+    Metric {
+        name: "outrider_inter_token_seconds",
+        kind: Kind::Histogram(PASS_SECONDS),
+        labels: &[],
+        help: "Time between two tokens of a completion; tokens of one step come together, so all of them but the first count 0",
+    },
+    Metric {
+        name: SLOTS,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Completions that can run at a time",
+    },
+    Metric {
+        name: KV_ROWS,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Rows of KV memory, one for each token that it can hold",
+    },
+    Metric {
+        name: KV_ROWS_USED,
+        kind: Kind::Gauge,
+        labels: &["holder"],
+        help: "Rows of KV memory that are valid: those of running completions, and those that the prefix cache keeps",
+    },
+    Metric {
+        name: "outrider_prefix_cache_lookups_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Completions whose prompt was looked for in the prefix cache",
+    },
+    Metric {
+        name: "outrider_prefix_cache_tokens_total",
+        kind: Kind::Counter,
+        labels: &[],
+        help: "Prompt tokens that were there already and not computed",
     },
     Metric {
         name: "outrider_step_seconds",
@@ -307,11 +352,19 @@ pub fn install() -> &'static PrometheusHandle {
         }
         metrics::gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
         // Counted from zero, so that a rate exists before the first event.
+        for cause in EngineError::CAUSES {
+            metrics::counter!("outrider_completions_failed_total", "cause" => cause).absolute(0);
+        }
+        for cause in ["pass", "non_finite"] {
+            metrics::counter!("outrider_draft_errors_total", "cause" => cause).absolute(0);
+        }
         for name in [
             COMPLETIONS_CANCELLED,
             AUDIT_LINES,
             AUDIT_LINES_LOST,
             AUDIT_ERRORS,
+            "outrider_prefix_cache_lookups_total",
+            "outrider_prefix_cache_tokens_total",
         ] {
             metrics::counter!(name).absolute(0);
         }
@@ -388,6 +441,10 @@ pub struct EngineSnapshot<'a> {
     pub running: usize,
     /// Completions that wait.
     pub waiting: usize,
+    /// Completions that can run.
+    pub slots: usize,
+    /// Rows of KV memory.
+    pub kv_rows: KvRows,
     /// Name of the model.
     pub model: &'a str,
     /// Digest of the bundle.
@@ -422,6 +479,14 @@ pub fn snapshot(snapshot: &Snapshot<'_>) {
         metrics::gauge!(HEARTBEAT_AGE).set(engine.heartbeat_age_seconds);
         metrics::gauge!(RUNNING).set(engine.running as f64);
         metrics::gauge!(WAITING).set(engine.waiting as f64);
+        metrics::gauge!(SLOTS).set(engine.slots as f64);
+        metrics::gauge!(KV_ROWS).set(engine.kv_rows.capacity as f64);
+        for (holder, rows) in [
+            ("running", engine.kv_rows.running),
+            ("prefix_cache", engine.kv_rows.kept),
+        ] {
+            metrics::gauge!(KV_ROWS_USED, "holder" => holder).set(rows as f64);
+        }
         if let Some(current) = engine.drafting {
             for state in Drafting::ALL {
                 metrics::gauge!(DRAFTING, "state" => state.as_str()).set(if state == current {

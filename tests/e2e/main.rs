@@ -2,6 +2,7 @@
 //!
 //! Servers are shared between tests and stop when the last test has ended, passed or not.
 
+mod admission;
 mod bundles;
 mod determinism;
 mod drafting;
@@ -41,6 +42,10 @@ fn main() -> ExitCode {
     let servers = Arc::new(Servers::default());
     let mut trials = trials!(
         &servers,
+        admission::{
+            waits_and_answers_that_take_too_long_end_with_their_code,
+            a_prompt_that_was_answered_is_cached_unless_the_cache_is_off,
+        },
         bundles::{
             a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
             a_graph_that_lacks_an_input_stops_the_start_and_names_it,

@@ -2,6 +2,7 @@
 
 mod goldens;
 mod pair;
+mod prefix_cache;
 mod probe;
 mod tiny;
 mod traces;
@@ -17,6 +18,8 @@ fn options() -> TargetOptions {
             intra_op_threads: 2,
         },
         slots: 4,
+        parking_slots: 0,
+        block_size: None,
         context_tokens: None,
         kv_limit_bytes: 1 << 32,
     }

@@ -42,11 +42,21 @@ fn export_pair(bundle: &Path) {
 
 /// Target and draft with this many slots.
 pub fn tiny_pair(slots: usize) -> (OnnxTarget, OnnxDraft) {
+    tiny_pair_parking(slots, 0)
+}
+
+/// The same with slots that only keep rows.
+pub fn tiny_pair_parking(slots: usize, parking_slots: usize) -> (OnnxTarget, OnnxDraft) {
     let bundle = VerifiedBundle::open(bundle()).expect("the bundle verifies");
-    let options = TargetOptions { slots, ..options() };
+    let options = TargetOptions {
+        slots,
+        parking_slots,
+        ..options()
+    };
     let draft_options = DraftOptions {
         session: options.session.clone(),
         slots,
+        parking_slots,
         context_tokens: bundle.manifest().target.context_tokens,
         candidate_topk: None,
         kv_limit_bytes: 1 << 30,

@@ -153,6 +153,8 @@ impl Answer {
                 self.drafted = serde_json::from_value(speculative)
                     .context("`usage.speculative` is not what it should be")?;
             }
+            // What was cached depends on the requests before.
+            usage.shift_remove("prompt_tokens_details");
             self.usage = usage.into();
         }
         let choice = &body["choices"][0];

@@ -306,7 +306,7 @@ pub const KEYS: &[Key] = &[
             max: 65_536,
         },
         default: Default::Value("64"),
-        help: "Prompt tokens one step takes from one sequence. Smaller steps keep other streams smoother.",
+        help: "Prompt tokens that one step feeds. Prompts take turns, and smaller steps keep other streams smoother.",
     },
     Key {
         path: "serving.runtime.intra_op_threads",
@@ -321,7 +321,7 @@ pub const KEYS: &[Key] = &[
             max: 1_000_000,
         },
         default: Default::Value("64"),
-        help: "Completions that may wait for a slot; one more is answered 429.",
+        help: "Completions that may wait for a slot; one more is answered 429, or takes the place of the newest completion of the caller who holds most places, if it would hold no more than that one.",
     },
     Key {
         path: "serving.runtime.queue_timeout_ms",
@@ -345,13 +345,13 @@ pub const KEYS: &[Key] = &[
         path: "serving.runtime.prefix_cache",
         kind: Kind::Flag,
         default: Default::Value("true"),
-        help: "Start a completion from the longest beginning of its prompt that is still in the KV memory of target and draft. The output is the same either way.",
+        help: "Start a completion from the longest beginning of its prompt that is still in the KV memory of target and draft. The output is the same either way. Beginnings that another caller sent count in whole blocks of 64 tokens. Used only where the lossless class is exact.",
     },
     Key {
         path: "serving.runtime.prefix_cache_slots",
         kind: Kind::Integer { min: 0, max: 1024 },
         default: Default::Value("2"),
-        help: "Slots of KV memory, beside those that run, in which beginnings of prompts are kept.",
+        help: "Slots of KV memory, beside those that run, in which beginnings of prompts are kept. Slots that no completion runs in keep them as well.",
     },
     Key {
         path: "serving.runtime.max_completions_per_request",

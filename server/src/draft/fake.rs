@@ -1,5 +1,6 @@
 //! A drafter for tests: it proposes what a script says, and takes note when its context is not exactly the tokens the sequence has kept.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{DraftBatch, DraftError, Drafter, DrafterShape};
@@ -53,7 +54,8 @@ impl FakeDrafter {
                 block_size,
                 tap_size: 2,
             },
-            contexts: vec![Vec::new(); slots],
+            // Rows of any number of parking slots.
+            contexts: vec![Vec::new(); slots + 8],
             proposals: Vec::new(),
             script: Box::new(script),
             violations: Violations::default(),
@@ -110,6 +112,20 @@ impl Drafter for FakeDrafter {
             self.proposals.push(proposal);
         }
         Ok(())
+    }
+
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        let source = &self.contexts[from];
+        self.violations.check(rows.end <= source.len(), || {
+            format!("rows {rows:?} are copied of {}", source.len())
+        });
+        let copied = source[rows.start.min(source.len())..rows.end.min(source.len())].to_vec();
+        let context = &mut self.contexts[to];
+        self.violations.check(rows.start <= context.len(), || {
+            format!("rows {rows:?} are copied behind {}", context.len())
+        });
+        context.truncate(rows.start);
+        context.extend(copied);
     }
 
     fn proposal(&self, row: usize) -> &[u32] {

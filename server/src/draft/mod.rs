@@ -9,6 +9,8 @@
 #[cfg(test)]
 pub(crate) mod fake;
 
+use std::ops::Range;
+
 use crate::model::Taps;
 
 /// What the engine needs to know of a loaded drafter.
@@ -84,6 +86,13 @@ pub trait Drafter: Send {
     ///
     /// The pass could not be run; the context rows it should have appended are then unspecified, those before are not.
     fn draft(&mut self, batch: &DraftBatch, taps: Taps<'_>) -> Result<(), DraftError>;
+
+    /// Makes the context rows `rows` of slot `to` those of slot `from`; either may be one of the target's parking slots.
+    ///
+    /// # Panics
+    ///
+    /// There are no such slots or rows.
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>);
 
     /// What the last pass proposed for `rows[row]`: at most `width - 1` tokens, fewer where the draft's logits stopped being finite.
     fn proposal(&self, row: usize) -> &[u32];

@@ -8,11 +8,13 @@ mod queue;
 pub mod request;
 pub mod sampler;
 mod sequence;
+mod slots;
 pub mod speculation;
 pub mod status;
 mod step;
 #[cfg(test)]
 mod tests;
+mod walk;
 mod width;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -28,6 +30,7 @@ pub use request::{
     TokenLogprobs, Usage,
 };
 pub use sequence::TextSink;
+pub use slots::KvRows;
 pub use speculation::Draft;
 pub use status::{Drafting, EngineStatus, LosslessClass, ModelLimits, Phase, SpeculationStatus};
 
@@ -47,6 +50,8 @@ pub struct EngineOptions {
     pub limits: EngineLimits,
     /// What limits are measured by.
     pub clock: Clock,
+    /// Whether a completion starts from rows of its prompt that are in some slot already.
+    pub prefix_cache: bool,
     /// Whether to draft, until [`EngineHandle::set_speculation`] says otherwise.
     pub speculate: bool,
     /// Widest draft block in tokens, when it is not the draft's own; at least 2.
@@ -111,6 +116,7 @@ struct Facts {
     detail: String,
     lossless: Option<LosslessClass>,
     shape: Option<TargetShape>,
+    kv_rows: KvRows,
     /// Drafting as it is when it is switched on.
     speculation: Option<SpeculationStatus>,
 }
@@ -135,6 +141,7 @@ pub fn start(
             detail: "loading the model".to_owned(),
             lossless: None,
             shape: None,
+            kv_rows: KvRows::default(),
             speculation: None,
         }),
     });
@@ -199,6 +206,8 @@ impl EngineHandle {
             detail: facts.detail.clone(),
             heartbeat_age: Duration::from_millis(now_ms.saturating_sub(heartbeat_ms)),
             running,
+            slots: facts.shape.as_ref().map_or(0, |shape| shape.slots),
+            kv_rows: facts.kv_rows,
             waiting,
             lossless: facts.lossless,
             speculation: facts.speculation.clone().map(|mut status| {
@@ -348,11 +357,20 @@ fn run(
         facts.detail = "serving".to_owned();
     }
 
+    let prefix_cache = options.prefix_cache && probe.class == LosslessClass::Exact;
+    if options.prefix_cache && !prefix_cache {
+        // Rows computed in other passes would not be the same bits.
+        tracing::warn!(
+            lossless_class = probe.class.as_str(),
+            "the prefix cache is not used: it needs the lossless class exact"
+        );
+    }
     let mut stepper = Stepper::new(
         target,
         speculation,
         probe.rule,
         eos_token_ids,
+        prefix_cache,
         shared.clock.clone(),
     );
     loop {
@@ -363,6 +381,7 @@ fn run(
             stepper.fail_all(&EngineError::Stopped);
             return Ok(());
         }
+        publish(shared, &stepper);
         if !admit(shared, &limits, &mut stepper, &text) {
             return Ok(());
         }
@@ -390,15 +409,18 @@ fn run(
             metrics::counter!("outrider_generated_tokens_total")
                 .increment(step.committed_tokens as u64);
         }
-        {
-            let mut facts = lock(&shared.facts);
-            if facts.speculation.as_ref().map(|status| status.drafting)
-                != Some(stepper.speculation().ability().0)
-            {
-                facts.speculation = Some(stepper.speculation().status());
-            }
-        }
         beat(shared);
+    }
+}
+
+/// Shows observers how the engine is.
+fn publish(shared: &Shared, stepper: &Stepper) {
+    let mut facts = lock(&shared.facts);
+    facts.kv_rows = stepper.kv_rows();
+    let shown = facts.speculation.as_ref();
+    let shown = shown.map(|status| (status.drafting, status.detail.as_str()));
+    if shown != Some(stepper.speculation().ability()) {
+        facts.speculation = Some(stepper.speculation().status());
     }
 }
 

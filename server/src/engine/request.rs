@@ -120,6 +120,8 @@ pub enum FinishReason {
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Those of them that another sequence had computed already.
+    pub cached_tokens: usize,
     /// Tokens generated, the one that ended the completion included.
     pub completion_tokens: usize,
     /// What drafting did for the request.
@@ -223,6 +225,16 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Every name that metrics show.
+    pub const CAUSES: [&str; 6] = [
+        "queue_full",
+        "queue_timeout",
+        "deadline_exceeded",
+        "non_finite_logits",
+        "step_failed",
+        "stopped",
+    ];
+
     /// The name that metrics show.
     pub fn cause(&self) -> &'static str {
         match self {

@@ -55,6 +55,10 @@ pub(super) struct Sequence {
     /// Given up before the caller is told the end, so that nobody who knows of the end still sees it counted.
     running: Option<Running>,
     admitted: Instant,
+    /// When the newest token was committed.
+    last_commit: Option<Instant>,
+    /// Prompt tokens whose rows were there before any was fed.
+    reused: usize,
 }
 
 /// Whether a sequence goes on after a commit.
@@ -84,6 +88,8 @@ impl Sequence {
             usage: SpeculativeUsage::default(),
             running: Some(running),
             admitted,
+            last_commit: None,
+            reused: 0,
         }
     }
 
@@ -168,6 +174,11 @@ impl Sequence {
         self.cached = cached;
     }
 
+    /// Records that the rows that are valid now were there before the request.
+    pub(super) fn note_reused(&mut self) {
+        self.reused = self.cached;
+    }
+
     /// Keeps the log-probability of a prompt token; sent to the caller when the prompt is done.
     pub(super) fn record_prompt_logprobs(&mut self, logprobs: TokenLogprobs) {
         self.prompt_logprobs.push(logprobs);
@@ -186,14 +197,16 @@ impl Sequence {
         }
     }
 
-    /// Appends the target's choice and tells the caller; `eos` are the model's end-of-sequence tokens.
+    /// Appends the target's choice and tells the caller; `eos` are the model's end-of-sequence tokens, `now` is when the pass was over.
     pub(super) fn commit(
         &mut self,
         id: u32,
         logprobs: Option<TokenLogprobs>,
         eos: &[u32],
+        now: Instant,
     ) -> Progress {
         debug_assert!(self.remaining_tokens() > 0);
+        self.record_time(now);
         self.tokens.push(id);
         if !self.request.ignore_eos && eos.contains(&id) {
             self.send(Event::Token {
@@ -215,6 +228,14 @@ impl Sequence {
         Progress::Running
     }
 
+    fn record_time(&mut self, now: Instant) {
+        let (name, since) = match self.last_commit.replace(now) {
+            None => ("outrider_time_to_first_token_seconds", self.request.arrived),
+            Some(last) => ("outrider_inter_token_seconds", last),
+        };
+        metrics::histogram!(name).record(now.saturating_duration_since(since).as_secs_f64());
+    }
+
     /// Tells the caller that the request failed.
     pub(super) fn fail(&mut self, error: EngineError) {
         super::count_failure(&error);
@@ -232,6 +253,7 @@ impl Sequence {
         self.running = None;
         let usage = Usage {
             prompt_tokens: self.request.prompt.len(),
+            cached_tokens: self.reused,
             completion_tokens: self.generated(),
             speculative: self.usage,
         };

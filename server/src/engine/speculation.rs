@@ -5,6 +5,7 @@
 //! Nothing here can change a token: a proposal is only ever compared with the target's choice, in [`super::step`].
 //! A draft pass that fails costs its sequences one plain step each; passes that go on failing are suspended and tried again later.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
@@ -75,6 +76,11 @@ impl PlainCause {
         Self::NotWorthwhile,
     ];
 
+    /// Whether a draft pass brought nothing.
+    pub(super) fn is_failure(self) -> bool {
+        matches!(self, Self::DraftError | Self::NonFinite)
+    }
+
     /// The name that metrics show.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -126,6 +132,41 @@ impl SequenceDraft {
     pub(super) fn seen(&self) -> usize {
         self.context + self.backlog_tokens
     }
+
+    /// Records that the first `rows` rows are in the draft's context, put there by another sequence.
+    pub(super) fn adopt(&mut self, rows: usize) {
+        self.set_context(rows);
+    }
+
+    fn set_context(&mut self, rows: usize) {
+        self.context = rows;
+        self.backlog.clear();
+        self.backlog_tokens = 0;
+    }
+}
+
+/// What a slot of a target pass means to the draft pass behind it.
+pub(super) enum Part<'s> {
+    /// No sequence runs in it; its valid rows stay as they are.
+    Idle {
+        /// Valid rows.
+        draft_rows: usize,
+    },
+    /// A sequence runs in it.
+    Running {
+        sequence: &'s mut Sequence,
+        /// From which position how many of its tokens were fed, when it took part.
+        fed: Option<(usize, usize)>,
+    },
+}
+
+/// A sequence in a draft pass.
+struct Member<'s> {
+    /// Row of the pass.
+    index: usize,
+    /// Taps of the target pass that are appended for it.
+    new_taps: usize,
+    sequence: &'s mut Sequence,
 }
 
 /// The drafter and whether it is used.
@@ -217,6 +258,13 @@ impl Speculation {
             (Drafting::Suspended, &self.breaker.fault)
         } else {
             (Drafting::On, "")
+        }
+    }
+
+    /// Makes the draft's rows `rows` of slot `to` those of slot `from`.
+    pub(super) fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        if let Some(drafter) = &mut self.drafter {
+            drafter.copy_rows(from, to, rows);
         }
     }
 
@@ -324,94 +372,131 @@ impl Speculation {
         Some(row)
     }
 
-    /// Runs the draft pass behind a target pass over slots from `first_slot` on.
+    /// Runs the draft pass behind a target pass over slots from `first_slot` on; `parts` has one entry per slot of the pass.
     ///
-    /// `rows` has one entry per slot of the pass: the sequence in it, and from which position how many of its tokens were fed, when it took part.
     /// Afterwards every sequence that took part holds a proposal or the reason why it has none.
     /// Returns the time in the drafter.
     pub(super) fn draft<'s>(
         &mut self,
         first_slot: usize,
-        rows: impl Iterator<Item = Option<(&'s mut Sequence, Option<(usize, usize)>)>>,
+        parts: impl Iterator<Item = Part<'s>>,
         taps: Taps<'_>,
     ) -> Duration {
-        let mut sequences = Vec::new();
-        let mut batch = DraftBatch {
-            first_slot,
-            rows: Vec::new(),
-        };
-        for (index, entry) in rows.enumerate() {
-            let Some((sequence, fed)) = entry else {
-                batch.rows.push(DraftRow::gap(0));
-                continue;
+        let (batch, members) = self.gather(first_slot, parts, taps);
+        if members.is_empty() {
+            return Duration::ZERO;
+        }
+        let started = Instant::now();
+        let outcome = self.run_draft(&batch, &members, taps);
+        let elapsed = started.elapsed();
+        match outcome {
+            Ok(()) => {
+                let drafted = self.take_proposals(&batch, members);
+                if drafted && taps.width <= self.block_size {
+                    self.policy
+                        .record_draft(batch.rows.len(), elapsed.as_secs_f64());
+                }
+            }
+            Err(fault) => {
+                tracing::warn!(fault, "a draft pass failed, going on without it");
+                metrics::counter!("outrider_draft_errors_total", "cause" => "pass").increment(1);
+                for member in members {
+                    member.sequence.draft.plain = PlainCause::DraftError;
+                }
+                self.breaker.record_failure(fault);
+            }
+        }
+        elapsed
+    }
+
+    /// Makes the batch of a draft pass; what need not be drafted for yet has its taps put by instead.
+    fn gather<'s>(
+        &self,
+        first_slot: usize,
+        parts: impl Iterator<Item = Part<'s>>,
+        taps: Taps<'_>,
+    ) -> (DraftBatch, Vec<Member<'s>>) {
+        let mut rows = Vec::new();
+        let mut members = Vec::new();
+        for (index, part) in parts.enumerate() {
+            let (sequence, fed) = match part {
+                Part::Idle { draft_rows } => {
+                    rows.push(DraftRow::gap(draft_rows));
+                    continue;
+                }
+                Part::Running { sequence, fed } => (sequence, fed),
             };
+            let gap = DraftRow::gap(sequence.draft.context);
             let wanted = fed.and_then(|(start, fed)| {
                 sequence.draft.proposal.clear();
                 sequence.draft.plain = PlainCause::CatchingUp;
                 let row = self.row(sequence, start, fed)?;
                 Some((row, row.anchor_position() - start))
             });
-            match wanted {
-                Some((row, new)) if self.waits(&row) => {
+            rows.push(match wanted {
+                Some((row, new_taps)) if self.waits(&row) => {
                     sequence.draft.plain = PlainCause::NotWorthwhile;
-                    if new > 0 {
-                        let size = taps.size;
-                        let first = index * taps.width * size;
-                        let new_taps = &taps.values[first..first + new * size];
-                        sequence.draft.backlog.extend_from_slice(new_taps);
-                        sequence.draft.backlog_tokens += new;
-                    }
-                    batch.rows.push(DraftRow::gap(sequence.draft.context));
+                    let first = index * taps.width * taps.size;
+                    let values = &taps.values[first..first + new_taps * taps.size];
+                    sequence.draft.backlog.extend_from_slice(values);
+                    sequence.draft.backlog_tokens += new_taps;
+                    gap
                 }
-                Some((row, new)) => {
-                    batch.rows.push(row);
-                    sequences.push((index, new, sequence));
+                Some((row, new_taps)) => {
+                    members.push(Member {
+                        index,
+                        new_taps,
+                        sequence,
+                    });
+                    row
                 }
-                None => batch.rows.push(DraftRow::gap(sequence.draft.context)),
-            }
+                None => gap,
+            });
         }
-        if sequences.is_empty() {
-            return Duration::ZERO;
-        }
+        (DraftBatch { first_slot, rows }, members)
+    }
+
+    /// Runs the pass; the error is what went wrong, a panic included.
+    fn run_draft(
+        &mut self,
+        batch: &DraftBatch,
+        members: &[Member<'_>],
+        taps: Taps<'_>,
+    ) -> Result<(), String> {
         let Some(drafter) = &mut self.drafter else {
-            return Duration::ZERO;
+            return Err("there is no drafter".to_owned());
         };
-        let started = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            match joined(&batch, &sequences, taps) {
-                None => drafter.draft(&batch, taps),
-                Some((values, width)) => drafter.draft(
-                    &batch,
-                    Taps {
-                        values: &values,
-                        width,
-                        ..taps
-                    },
-                ),
-            }
+        let outcome = catch_unwind(AssertUnwindSafe(|| match joined(batch, members, taps) {
+            None => drafter.draft(batch, taps),
+            Some((values, width)) => drafter.draft(
+                batch,
+                Taps {
+                    values: &values,
+                    width,
+                    ..taps
+                },
+            ),
         }));
-        let elapsed = started.elapsed();
-        let fault = match outcome {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(error.to_string()),
-            Err(panic) => Some(panic_text(panic.as_ref())),
-        };
-        if let Some(fault) = fault {
-            tracing::warn!(fault, "a draft pass failed, going on without it");
-            metrics::counter!("outrider_draft_errors_total", "cause" => "pass").increment(1);
-            for (.., sequence) in sequences {
-                sequence.draft.plain = PlainCause::DraftError;
-            }
-            self.breaker.record_failure(fault);
-            return elapsed;
+        match outcome {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(panic) => Err(panic_text(panic.as_ref())),
         }
+    }
+
+    /// Hands out what a pass proposed; whether it was asked for a proposal at all.
+    fn take_proposals(&mut self, batch: &DraftBatch, members: Vec<Member<'_>>) -> bool {
+        let Some(drafter) = &self.drafter else {
+            return false;
+        };
         let (mut blocks, mut empty) = (0, 0);
-        for (index, _, sequence) in sequences {
+        for Member {
+            index, sequence, ..
+        } in members
+        {
             let row = &batch.rows[index];
             let draft = &mut sequence.draft;
-            draft.context = row.anchor_position();
-            draft.backlog.clear();
-            draft.backlog_tokens = 0;
+            draft.set_context(row.anchor_position());
             let Some(block) = row.block else {
                 draft.plain = if self.planned_width > 1 {
                     PlainCause::LastToken
@@ -422,22 +507,17 @@ impl Speculation {
             };
             blocks += 1;
             let proposal = drafter.proposal(index);
-            sequence
-                .draft
+            draft
                 .proposal
                 .extend(&proposal[..proposal.len().min(block.width - 1)]);
-            if sequence.draft.proposal.len() + 1 < block.width {
+            if draft.proposal.len() + 1 < block.width {
                 metrics::counter!("outrider_draft_errors_total", "cause" => "non_finite")
                     .increment(1);
             }
-            if sequence.draft.proposal.is_empty() {
+            if draft.proposal.is_empty() {
                 empty += 1;
-                sequence.draft.plain = PlainCause::NonFinite;
+                draft.plain = PlainCause::NonFinite;
             }
-        }
-        if blocks > 0 && taps.width <= self.block_size {
-            self.policy
-                .record_draft(batch.rows.len(), elapsed.as_secs_f64());
         }
         if blocks > 0 && empty == blocks {
             self.breaker
@@ -445,28 +525,29 @@ impl Speculation {
         } else if blocks > 0 {
             self.breaker.record_success();
         }
-        elapsed
+        blocks > 0
     }
 }
 
 /// Taps that waited, each with the new ones of its sequence behind them, as `[rows, width, size]`; `None` when none waited.
-fn joined(
-    batch: &DraftBatch,
-    sequences: &[(usize, usize, &mut Sequence)],
-    taps: Taps<'_>,
-) -> Option<(Vec<f32>, usize)> {
-    if sequences
+fn joined(batch: &DraftBatch, members: &[Member<'_>], taps: Taps<'_>) -> Option<(Vec<f32>, usize)> {
+    if members
         .iter()
-        .all(|(.., sequence)| sequence.draft.backlog_tokens == 0)
+        .all(|member| member.sequence.draft.backlog_tokens == 0)
     {
         return None;
     }
     let width = batch.rows.iter().map(|row| row.context_rows).max()?;
     let size = taps.size;
     let mut values = vec![0.0; batch.rows.len() * width * size];
-    for (index, new, sequence) in sequences {
+    for Member {
+        index,
+        new_taps,
+        sequence,
+    } in members
+    {
         let waiting = &sequence.draft.backlog;
-        let new = &taps.values[index * taps.width * size..][..new * size];
+        let new = &taps.values[index * taps.width * size..][..new_taps * size];
         let row = &mut values[index * width * size..];
         row[..waiting.len()].copy_from_slice(waiting);
         row[waiting.len()..waiting.len() + new.len()].copy_from_slice(new);

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::slots::KvRows;
 pub use crate::model::LosslessClass;
 
 /// What the loaded model accepts.
@@ -37,6 +38,10 @@ pub struct EngineStatus {
     pub lossless: Option<LosslessClass>,
     /// Requests that hold a slot.
     pub running: usize,
+    /// Slots that there are, once the model is loaded.
+    pub slots: usize,
+    /// Rows of KV memory, once the model is loaded.
+    pub kv_rows: KvRows,
     /// Requests that wait for one.
     pub waiting: usize,
     /// Drafting, once the model is loaded.

@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use super::clock::Clock;
 use super::request::EngineError;
-use super::sampler::{Sampler, logprobs};
+use super::sampler::Sampler;
 use super::sequence::{Progress, Sequence};
-use super::speculation::{PlainCause, Speculation};
+use super::slots::{KvRows, Slot, Slots, Source};
+use super::speculation::{Part, PlainCause, Speculation};
+use super::walk::Walk;
 use crate::model::{Batch, BatchRow, ModelError, Target, WidthRule};
 
 /// Most rows of logits that one pass of a prompt with log-probabilities computes, to bound the size of the output.
@@ -29,10 +31,9 @@ pub(super) struct Stepper {
     rule: WidthRule,
     eos: Vec<u32>,
     clock: Clock,
-    /// The sequence in each slot, with its turn to feed its prompt; the lowest is next.
-    slots: Vec<Option<(u64, Sequence)>>,
-    /// The turn behind all others.
-    last_turn: u64,
+    slots: Slots,
+    /// Whether sequences start from rows that are there already.
+    prefix_cache: bool,
     /// How long slots were held that have become free.
     occupancies: Vec<Duration>,
 }
@@ -69,9 +70,11 @@ impl Stepper {
         speculation: Speculation,
         rule: WidthRule,
         eos: Vec<u32>,
+        prefix_cache: bool,
         clock: Clock,
     ) -> Self {
-        let slots = (0..target.shape().slots).map(|_| None).collect();
+        let shape = target.shape();
+        let slots = Slots::new(shape.slots, shape.parking_slots, shape.context_tokens);
         Self {
             target,
             speculation,
@@ -80,35 +83,110 @@ impl Stepper {
             eos,
             clock,
             slots,
-            last_turn: 0,
+            prefix_cache,
             occupancies: Vec::new(),
         }
     }
 
     /// Sequences that hold a slot.
     pub(super) fn running(&self) -> usize {
-        self.slots.iter().flatten().count()
+        self.slots.running().count()
     }
 
     /// Whether a slot is free.
     pub(super) fn has_room(&self) -> bool {
-        self.slots.iter().any(Option::is_none)
+        self.slots.free().is_some()
     }
 
-    /// Takes a sequence into the lowest free slot, so that active slots stay close together.
+    /// Takes a sequence into the lowest free slot, with as much of its prompt as is in any slot already.
     ///
     /// # Panics
     ///
     /// No slot is free.
     pub(super) fn admit(&mut self, sequence: Sequence) {
-        let slot = self.slots.iter_mut().find(|slot| slot.is_none());
-        *slot.expect("the caller saw a free slot") = Some((self.last_turn, sequence));
-        self.last_turn += 1;
+        let slot = self.slots.free().expect("the caller saw a free slot");
+        if self.may_reuse(&sequence) {
+            metrics::counter!("outrider_prefix_cache_lookups_total").increment(1);
+        }
+        let source = self.source(&sequence);
+        let prompt = &sequence.request().prompt;
+        if let Some(place) = self.slots.place_to_park(slot, prompt, source) {
+            let (rows, draft_rows) = self.slots.park(slot, place);
+            self.copy_rows(slot, place, 0..rows, 0..draft_rows);
+        }
+        self.slots.put(slot, Box::new(sequence));
+        self.reuse(slot, source);
+        if let Some(sequence) = self.slots.sequence_mut(slot) {
+            sequence.note_reused();
+        }
+    }
+
+    /// Whether a prompt need not be fed whole: when each row of it is to be scored it must be.
+    fn may_reuse(&self, sequence: &Sequence) -> bool {
+        self.prefix_cache && sequence.request().prompt_logprobs.is_none()
+    }
+
+    /// Where most of the prompt is already, if it may come from there.
+    fn source(&self, sequence: &Sequence) -> Option<Source> {
+        let request = sequence.request();
+        let source = || self.slots.source(&request.caller, &request.prompt);
+        self.may_reuse(sequence).then(source).flatten()
+    }
+
+    /// Gives the sequence in `slot` the rows of its prompt that `source` holds beyond its own.
+    fn reuse(&mut self, slot: usize, source: Option<Source>) {
+        let (Some(source), Some(sequence)) = (source, self.slots.sequence(slot)) else {
+            return;
+        };
+        let seen = sequence.draft.seen();
+        let draft_rows = source.draft_rows.max(seen);
+        // A short piece that the draft lacks is fed for both models; a long one, behind which little is left, later and for the draft alone.
+        let lacking = source.tokens - draft_rows.min(source.tokens);
+        let rest = sequence.request().prompt.len() - source.tokens;
+        let drafts = self.speculation.obstacle(sequence).is_none();
+        let tokens = if drafts && lacking <= rest {
+            draft_rows.min(source.tokens)
+        } else {
+            source.tokens
+        };
+        let cached = sequence.cached();
+        if tokens <= cached {
+            return;
+        }
+        let context = sequence.draft.context;
+        let draft_rows = if source.draft_rows > seen {
+            context..source.draft_rows.min(tokens)
+        } else {
+            context..context
+        };
+        self.copy_rows(source.slot, slot, cached..tokens, draft_rows.clone());
+        self.slots.note_use(source.slot, tokens);
+        if let Some(sequence) = self.slots.sequence_mut(slot) {
+            sequence.set_cached(tokens);
+            if !draft_rows.is_empty() {
+                sequence.draft.adopt(draft_rows.end);
+            }
+        }
+        metrics::counter!("outrider_prefix_cache_tokens_total").increment((tokens - cached) as u64);
+    }
+
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>, draft: Range<usize>) {
+        if from != to {
+            self.target.copy_rows(from, to, rows);
+            if !draft.is_empty() {
+                self.speculation.copy_rows(from, to, draft);
+            }
+        }
+    }
+
+    /// Rows of the slots that are valid.
+    pub(super) fn kv_rows(&self) -> KvRows {
+        self.slots.kv_rows()
     }
 
     /// Sequences of `caller` that hold a slot.
     pub(super) fn running_of(&self, caller: &str) -> usize {
-        let sequences = self.slots.iter().flatten();
+        let sequences = self.slots.running();
         sequences
             .filter(|(_, sequence)| &*sequence.request().caller == caller)
             .count()
@@ -119,13 +197,14 @@ impl Stepper {
         std::mem::take(&mut self.occupancies)
     }
 
-    /// Frees the slot of a sequence that has ended.
-    fn release(&mut self, sequence: Sequence) {
-        let held = self
-            .clock
-            .now()
-            .saturating_duration_since(sequence.admitted());
-        self.occupancies.push(held);
+    /// Frees the slot of a sequence that has ended; `sound` says whether what it has computed can be built upon.
+    fn release(&mut self, slot: usize, sound: bool) {
+        if let Some(sequence) = self.slots.sequence(slot) {
+            let now = self.clock.now();
+            self.occupancies
+                .push(now.saturating_duration_since(sequence.admitted()));
+        }
+        self.slots.end(slot, sound && self.prefix_cache);
     }
 
     /// Frees the slots of sequences whose callers are gone.
@@ -143,12 +222,11 @@ impl Stepper {
     }
 
     fn end_where(&mut self, ends: impl Fn(&Sequence) -> bool, end: impl Fn(&mut Sequence)) {
-        for slot in 0..self.slots.len() {
-            let entry = self.slots[slot].take_if(|(_, sequence)| ends(sequence));
-            if let Some((_, mut sequence)) = entry {
-                end(&mut sequence);
-                self.release(sequence);
+        for slot in self.slots_where(ends) {
+            if let Some(sequence) = self.slots.sequence_mut(slot) {
+                end(sequence);
             }
+            self.release(slot, true);
         }
     }
 
@@ -167,7 +245,7 @@ impl Stepper {
         let mut report = StepReport::default();
         self.speculation.begin_step(speculate);
         // Chosen before the prompts are fed: a sequence whose prompt ends in this step decodes from the next one on.
-        let decoding = self.decoding_slots();
+        let decoding = self.slots_where(|sequence| !sequence.is_prefilling());
         while budget > 0 {
             let Some((slot, batch)) = self.prefill_batch(budget) else {
                 break;
@@ -180,9 +258,15 @@ impl Stepper {
         }
         for &slot in &decoding {
             while let Some(batch) = self.catch_up_batch(slot, budget) {
+                let start = batch.rows[0].start;
                 budget -= batch.rows[0].tokens.len().min(budget);
                 let time = self.run_pass(PassKind::Feed, &batch, &[slot], &mut report);
                 report.prefill_time += time;
+                let sequence = self.slots.sequence(slot);
+                if sequence.is_none_or(|sequence| sequence.draft.seen() == start) {
+                    // The draft pass failed, and the next step is soon enough to try another one.
+                    break;
+                }
             }
         }
         let decoding = self.still_running(decoding);
@@ -194,21 +278,17 @@ impl Stepper {
     }
 
     fn still_running(&self, mut slots: Vec<usize>) -> Vec<usize> {
-        slots.retain(|&slot| self.slots[slot].is_some());
+        slots.retain(|&slot| self.slots.sequence(slot).is_some());
         slots
     }
 
     /// The next chunk of the prompt whose turn it is; the turn passes on.
     fn prefill_batch(&mut self, budget: usize) -> Option<(usize, Batch)> {
-        let entries = self.slots.iter_mut().enumerate();
-        let prefilling = entries.filter_map(|(slot, entry)| {
-            let (turn, sequence) = entry.as_mut()?;
-            sequence.is_prefilling().then_some((slot, turn))
-        });
-        let (slot, turn) = prefilling.min_by_key(|(_, turn)| **turn)?;
-        *turn = self.last_turn;
-        self.last_turn += 1;
-        let (_, sequence) = self.slots[slot].as_ref()?;
+        let slot = self.slots.take_turn()?;
+        // Another sequence may have fed the same chunk since this one was admitted.
+        let source = self.source(self.slots.sequence(slot)?);
+        self.reuse(slot, source);
+        let sequence = self.slots.sequence(slot)?;
         let scores_prompt = sequence.request().prompt_logprobs.is_some();
         let limit = if scores_prompt {
             budget.min(PROMPT_LOGPROB_ROWS)
@@ -241,7 +321,7 @@ impl Stepper {
     ///
     /// The rows of the cache that are written again get the values they have, since a row does not depend on the pass it is computed in.
     fn catch_up_batch(&self, slot: usize, budget: usize) -> Option<Batch> {
-        let (_, sequence) = self.slots[slot].as_ref()?;
+        let sequence = self.slots.sequence(slot)?;
         let start = sequence.draft.seen();
         let missing = sequence
             .cached()
@@ -266,16 +346,10 @@ impl Stepper {
         Some(self.batch(slot, vec![row], true))
     }
 
-    fn decoding_slots(&self) -> Vec<usize> {
-        let decodes = |entry: &Option<(u64, Sequence)>| {
-            entry
-                .as_ref()
-                .is_some_and(|(_, sequence)| !sequence.is_prefilling())
-        };
-        self.slots
-            .iter()
-            .enumerate()
-            .filter(|(_, entry)| decodes(entry))
+    fn slots_where(&self, holds: impl Fn(&Sequence) -> bool) -> Vec<usize> {
+        let running = self.slots.running();
+        running
+            .filter(|(_, sequence)| holds(sequence))
             .map(|(slot, _)| slot)
             .collect()
     }
@@ -285,12 +359,15 @@ impl Stepper {
         let range = *slots.first()?..slots.last()? + 1;
         let mut taps = false;
         for &slot in slots {
-            let Some((_, sequence)) = &mut self.slots[slot] else {
+            let Some(sequence) = self.slots.sequence_mut(slot) else {
                 continue;
             };
             if let Some(cause) = self.speculation.obstacle(sequence) {
                 sequence.draft.proposal.clear();
-                sequence.draft.plain = cause;
+                // The failure that suspends drafting is the cause of the step right behind it.
+                if !sequence.draft.plain.is_failure() {
+                    sequence.draft.plain = cause;
+                }
             }
             // What was drafted is checked as far as the plan for this step goes, which may have been made later.
             let planned = self.speculation.planned_tokens();
@@ -299,16 +376,18 @@ impl Stepper {
             }
             sequence.draft.proposal.truncate(planned);
             if sequence.draft.proposal.is_empty() {
-                metrics::counter!("outrider_plain_steps_total", "cause" => sequence.draft.plain.as_str()).increment(1);
+                let cause = std::mem::replace(&mut sequence.draft.plain, PlainCause::CatchingUp);
+                metrics::counter!("outrider_plain_steps_total", "cause" => cause.as_str())
+                    .increment(1);
             }
         }
         for &slot in slots {
-            if let Some((_, sequence)) = &self.slots[slot] {
+            if let Some(sequence) = self.slots.sequence(slot) {
                 taps |= self.feeds_draft(sequence, sequence.cached());
             }
         }
-        let rows = range.clone().map(|slot| match &self.slots[slot] {
-            Some((_, sequence)) if slots.contains(&slot) => {
+        let rows = range.clone().map(|slot| match self.slots.sequence(slot) {
+            Some(sequence) if slots.contains(&slot) => {
                 let mut tokens = sequence.pending().to_vec();
                 let first_logits = tokens.len() - 1;
                 tokens.extend(&sequence.draft.proposal);
@@ -318,8 +397,8 @@ impl Stepper {
                     tokens,
                 }
             }
-            Some((_, sequence)) => BatchRow::gap(sequence.cached()),
-            None => BatchRow::gap(0),
+            Some(sequence) => BatchRow::gap(sequence.cached()),
+            None => BatchRow::gap(self.slots.kept_rows(slot)),
         });
         let rows = rows.collect();
         Some(self.batch(range.start, rows, taps))
@@ -357,31 +436,28 @@ impl Stepper {
             Err(panic) => Some(panic_text(panic.as_ref())),
         };
         for &slot in slots {
-            let Some((turn, mut sequence)) = self.slots[slot].take() else {
-                continue;
-            };
             let row_index = slot - batch.first_slot;
             let result = match &fault {
                 Some(fault) => Err(EngineError::StepFailed(fault.clone())),
                 None => catch_unwind(AssertUnwindSafe(|| {
-                    self.commit_row(&mut sequence, row_index, &batch.rows[row_index])
+                    self.commit_row(slot, row_index, &batch.rows[row_index])
                 }))
                 .unwrap_or_else(|panic| Err(EngineError::StepFailed(panic_text(panic.as_ref())))),
             };
             match result {
-                Ok((Progress::Running, committed)) => {
+                Ok((progress, committed)) => {
                     report.committed_tokens += committed;
-                    self.slots[slot] = Some((turn, sequence));
-                }
-                Ok((Progress::Finished, committed)) => {
-                    report.committed_tokens += committed;
-                    self.release(sequence);
+                    if progress == Progress::Finished {
+                        self.release(slot, true);
+                    }
                 }
                 Err(error) => {
-                    tracing::warn!(request_id = sequence.request().id, %error, "request failed");
                     report.failed += 1;
-                    sequence.fail(error);
-                    self.release(sequence);
+                    if let Some(sequence) = self.slots.sequence_mut(slot) {
+                        tracing::warn!(request_id = sequence.request().id, %error, "request failed");
+                        sequence.fail(error);
+                    }
+                    self.release(slot, false);
                 }
             }
         }
@@ -393,9 +469,8 @@ impl Stepper {
                 metrics::histogram!("outrider_step_width_tokens").record(width as f64);
                 self.speculation
                     .record_target(slots_in_pass, width, elapsed);
-                let running = slots.iter().filter_map(|&slot| self.slots[slot].as_ref());
-                self.speculation
-                    .plan(slots_in_pass, running.map(|(_, sequence)| sequence));
+                let running = slots.iter().filter_map(|&slot| self.slots.sequence(slot));
+                self.speculation.plan(slots_in_pass, running);
             }
             if batch.taps {
                 report.draft_time += self.draft(batch, slots);
@@ -412,37 +487,61 @@ impl Stepper {
             target,
             ..
         } = self;
-        let range = batch.first_slot..batch.first_slot + batch.rows.len();
-        let rows = entries[range].iter_mut().zip(&batch.rows).enumerate();
-        let rows = rows.map(|(index, (entry, row))| {
-            let (_, sequence) = entry.as_mut()?;
-            let took_part = slots.contains(&(batch.first_slot + index));
-            Some((sequence, took_part.then_some((row.start, row.tokens.len()))))
+        let rows = entries.behind_mut(batch.first_slot).zip(&batch.rows);
+        let parts = rows.enumerate().map(|(index, (entry, row))| match entry {
+            Slot::Idle(kept) => Part::Idle {
+                draft_rows: kept.draft_rows(),
+            },
+            Slot::Running { sequence, .. } => {
+                let took_part = slots.contains(&(batch.first_slot + index));
+                Part::Running {
+                    sequence,
+                    fed: took_part.then_some((row.start, row.tokens.len())),
+                }
+            }
         });
-        speculation.draft(batch.first_slot, rows, target.taps())
+        speculation.draft(batch.first_slot, parts, target.taps())
     }
 
-    /// Commits what a pass found for one sequence, and counts what became of its drafted tokens.
+    /// Commits what a pass found for the sequence in `slot`, and counts what became of its drafted tokens.
     fn commit_row(
         &mut self,
-        sequence: &mut Sequence,
+        slot: usize,
         index: usize,
         row: &BatchRow,
     ) -> Result<(Progress, usize), EngineError> {
+        let now = self.clock.now();
+        let Self {
+            slots,
+            sampler,
+            target,
+            speculation,
+            eos,
+            ..
+        } = self;
+        let Some(sequence) = slots.sequence_mut(slot) else {
+            return Ok((Progress::Running, 0));
+        };
         let end = row.start + row.tokens.len();
         if end <= sequence.cached() {
             // The rows were fed before; this pass was for their taps.
             return Ok((Progress::Running, 0));
         }
         let drafted = row.tokens.len().saturating_sub(sequence.pending().len());
+        let mut walk = Walk {
+            target: &**target,
+            sampler,
+            eos,
+            now,
+            committed: 0,
+            accepted: 0,
+        };
         if drafted == 0 {
-            let mut walk = Walk::default();
-            let progress = self.walk(sequence, index, row, &mut walk)?;
+            let progress = walk.run(sequence, index, row)?;
             return Ok((progress, walk.committed));
         }
         sequence.record_drafted(drafted);
-        let mut walk = Walk::default();
-        let progress = self.walk(sequence, index, row, &mut walk);
+        let progress = walk.run(sequence, index, row);
         metrics::counter!("outrider_speculative_steps_total").increment(1);
         metrics::counter!("outrider_drafted_tokens_total").increment(drafted as u64);
         for position in 1..=walk.accepted {
@@ -451,76 +550,10 @@ impl Stepper {
         }
         metrics::histogram!("outrider_acceptance_length_tokens").record(walk.committed as f64);
         if matches!(progress, Ok(Progress::Running)) {
-            self.speculation
-                .record_acceptance(sequence, drafted, walk.accepted);
+            speculation.record_acceptance(sequence, drafted, walk.accepted);
         }
         Ok((progress?, walk.committed))
     }
-
-    /// Walks the rows of logits a sequence got, token by token.
-    ///
-    /// Row `i` of `row.tokens` judges position `start + i + 1`. Where the sequence has a token there already (the prompt), it is scored.
-    /// Where it has none, the target chooses; if the row after it was fed with another token than the choice, that row and all later ones are void.
-    fn walk(
-        &mut self,
-        sequence: &mut Sequence,
-        index: usize,
-        row: &BatchRow,
-        walk: &mut Walk,
-    ) -> Result<Progress, EngineError> {
-        let Range { start: first, end } = row.logits.clone();
-        let prompt_tokens = sequence.request().prompt.len();
-        // Everything that was fed from the sequence itself is valid whatever the logits say.
-        sequence.set_cached(row.start + row.tokens.len().min(sequence.pending().len()));
-        for fed in first..end {
-            let logits = self.target.logits(index, fed - first);
-            let position = row.start + fed + 1;
-            if let Some(id) = sequence.token_at(position) {
-                if let Some(top) = sequence.request().prompt_logprobs {
-                    let scored =
-                        logprobs(logits, id, top).map_err(|_| EngineError::NonFiniteLogits)?;
-                    sequence.record_prompt_logprobs(scored);
-                }
-                continue;
-            }
-            if position == prompt_tokens && sequence.prompt_done() == Progress::Finished {
-                return Ok(Progress::Finished);
-            }
-            let id = self
-                .sampler
-                .choose(logits, sequence.context())
-                .map_err(|_| EngineError::NonFiniteLogits)?;
-            let scored = match sequence.request().logprobs {
-                Some(top) => {
-                    Some(logprobs(logits, id, top).map_err(|_| EngineError::NonFiniteLogits)?)
-                }
-                None => None,
-            };
-            let is_drafted = row.tokens.get(fed + 1) == Some(&id);
-            if is_drafted {
-                walk.accepted += 1;
-                sequence.record_accepted();
-            }
-            walk.committed += 1;
-            if sequence.commit(id, scored, &self.eos) == Progress::Finished {
-                return Ok(Progress::Finished);
-            }
-            if !is_drafted {
-                break;
-            }
-            sequence.set_cached(position + 1);
-        }
-        Ok(Progress::Running)
-    }
-}
-
-/// What a walk over the logits of one sequence led to.
-#[derive(Clone, Copy, Debug, Default)]
-struct Walk {
-    /// Tokens committed.
-    committed: usize,
-    /// Drafted tokens among them.
-    accepted: usize,
 }
 
 fn describe(error: &ModelError) -> String {

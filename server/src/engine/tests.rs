@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use proptest::prelude::*;
 
 use super::sampler::{Context, Sampler, logprobs};
@@ -13,6 +14,8 @@ use crate::model::probe::probe;
 
 mod admission;
 mod drafting;
+mod prefix;
+mod rig;
 
 const EOS: u32 = 63;
 
@@ -66,6 +69,7 @@ fn options(queue_capacity: usize, prefill_chunk_tokens: usize) -> EngineOptions 
             prefill_chunk_tokens,
         },
         clock: Clock::default(),
+        prefix_cache: false,
         speculate: true,
         draft_block_size: None,
         adaptive_width: false,
@@ -78,7 +82,23 @@ fn start_drafting(
     options: EngineOptions,
     eos: u32,
 ) -> (EngineHandle, JoinHandle<()>) {
+    let (handle, thread, _) = start_recorded(target, draft, options, eos);
+    (handle, thread)
+}
+
+/// Starts an engine that records its metrics for itself.
+fn start_recorded(
+    target: FakeTarget,
+    draft: Draft,
+    options: EngineOptions,
+    eos: u32,
+) -> (EngineHandle, JoinHandle<()>, PrometheusHandle) {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let recorded = recorder.handle();
     let load = move || {
+        // For as long as the thread of the engine lives, which is here.
+        let recorder: &'static _ = Box::leak(Box::new(recorder));
+        std::mem::forget(metrics::set_default_local_recorder(recorder));
         let mut target = Box::new(target);
         let probe = probe(target.as_mut())?;
         Ok(Loaded {
@@ -91,7 +111,14 @@ fn start_drafting(
     };
     let (handle, thread) = start(options, load).expect("a thread can be started");
     wait_until(|| handle.status().phase == Phase::Ready);
-    (handle, thread)
+    (handle, thread, recorded)
+}
+
+/// The value of a series.
+fn value(recorded: &PrometheusHandle, series: &str) -> f64 {
+    let text = recorded.render();
+    let line = text.lines().find_map(|line| line.strip_prefix(series));
+    line.map_or(0.0, |value| value.trim().parse().expect("a number"))
 }
 
 fn wait_until(condition: impl Fn() -> bool) {
@@ -216,6 +243,7 @@ fn simulate_until(request: &Request, eos: u32) -> Answer {
     }
     let usage = Usage {
         prompt_tokens: request.prompt.len(),
+        cached_tokens: 0,
         completion_tokens: answer.ids.len(),
         speculative: SpeculativeUsage::default(),
     };

@@ -215,6 +215,8 @@ async fn scrape(
                 heartbeat_age_seconds: status.heartbeat_age.as_secs_f64(),
                 running: status.running,
                 waiting: status.waiting,
+                slots: status.slots,
+                kv_rows: status.kv_rows,
                 model: &backend.card().name,
                 bundle_digest: &backend.card().bundle_digest,
                 lossless_class: status.lossless.map(|class| class.as_str()),

@@ -33,6 +33,8 @@ pub struct Prompt {
 pub struct Choice {
     /// The prompt it completes.
     pub prompt: Arc<Prompt>,
+    /// Whether it is the first of its prompt, which answers for the tokens of the prompt.
+    pub is_first: bool,
     /// The seed of its noise.
     pub seed: i64,
     events: Option<UnboundedReceiver<Event>>,
@@ -120,6 +122,7 @@ impl Choices {
                     .map_err(|error| ApiError::from_submit(error, &prompt.param))?;
                 choices.choices.push(Choice {
                     prompt: prompt.clone(),
+                    is_first: choice == 0,
                     seed,
                     events: Some(events),
                 });

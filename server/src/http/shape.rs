@@ -67,11 +67,20 @@ pub struct UsageBody {
     pub completion_tokens: usize,
     /// Both together.
     pub total_tokens: usize,
+    /// How the tokens of the prompts came about.
+    pub prompt_tokens_details: PromptTokensBody,
     /// What drafting did, over all choices.
     pub speculative: SpeculativeBody,
 }
 
-/// What drafting did for an answer. It depends on what else the server did at the time; nothing else of the answer does.
+/// How the tokens of the prompts came about. It depends on what else the server did before.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct PromptTokensBody {
+    /// Tokens that were computed for an earlier request already.
+    pub cached_tokens: usize,
+}
+
+/// What drafting did for an answer. It depends on what else the server did at the time.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct SpeculativeBody {
     /// Drafted tokens that the target checked.
@@ -91,8 +100,11 @@ impl UsageBody {
         }
     }
 
-    /// Adds what one choice cost; its prompt is counted already.
-    fn add(&mut self, choice: &Usage) {
+    /// Adds what one choice cost; its prompt is counted already, and of its choices the first says what was cached.
+    fn add(&mut self, choice: &Usage, is_first: bool) {
+        if is_first {
+            self.prompt_tokens_details.cached_tokens += choice.cached_tokens;
+        }
         self.completion_tokens += choice.completion_tokens;
         self.total_tokens = self.prompt_tokens + self.completion_tokens;
         self.speculative.drafted_tokens += choice.speculative.drafted_tokens;
@@ -439,7 +451,7 @@ impl AnswerWriter {
         with_usage: bool,
     ) -> Option<Body<'_>> {
         self.brought(index, piece.tokens.len());
-        self.count(index, &piece);
+        self.count(index, choice, &piece);
         let writer = &mut self.writers[index];
         if !writer.is_worth_a_chunk(&piece, &self.head) {
             return None;
@@ -462,16 +474,16 @@ impl AnswerWriter {
     ) -> Body<'_> {
         let mut bodies = Vec::with_capacity(pieces.len());
         for ((index, piece), choice) in pieces.into_iter().enumerate().zip(choices) {
-            self.count(index, &piece);
+            self.count(index, choice, &piece);
             bodies.push(self.writers[index].write(backend, &self.head, choice, piece, false));
         }
         self.body(bodies, Some(Some(self.usage)), false)
     }
 
-    fn count(&mut self, index: usize, piece: &Piece) {
+    fn count(&mut self, index: usize, choice: &Choice, piece: &Piece) {
         if let Some((_, usage)) = &piece.finished {
             self.running_tokens[index] = 0;
-            self.usage.add(usage);
+            self.usage.add(usage, choice.is_first);
         }
     }
 

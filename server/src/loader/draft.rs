@@ -10,7 +10,6 @@ use super::chain;
 use crate::config::{AcceptanceStrategy, Speculative};
 use crate::engine::LosslessClass;
 use crate::http::backend::DraftCard;
-use crate::model::TargetShape;
 
 /// Why a server has no draft, for operators.
 #[derive(Debug, thiserror::Error)]
@@ -27,16 +26,6 @@ pub enum Absence {
         .0.as_str()
     )]
     NotExact(LosslessClass),
-    /// Its blocks are wider than the passes that the target can take.
-    #[error(
-        "the draft's blocks have {block_size} tokens and a pass of the target takes {limit_tokens}: set serving.speculative.draft_block_size"
-    )]
-    TooWide {
-        /// Tokens of a block.
-        block_size: usize,
-        /// Most rows of one sequence in a pass.
-        limit_tokens: usize,
-    },
     /// It could not be loaded or run.
     #[error("the draft could not be loaded: {0}")]
     Refused(String),
@@ -51,7 +40,7 @@ impl Absence {
             Self::NotExact(class) => {
                 format!("the target's lossless class is {}", class.as_str())
             }
-            Self::TooWide { .. } | Self::Refused(_) => "the draft could not be loaded".to_owned(),
+            Self::Refused(_) => "the draft could not be loaded".to_owned(),
         }
     }
 }
@@ -100,27 +89,19 @@ pub fn card(settings: &Speculative, draft: &DraftFacts) -> DraftCard {
     }
 }
 
+/// Tokens of the widest block that the draft may propose; the target needs room for it.
+pub fn block_size(settings: &Speculative, draft: Option<&DraftFacts>) -> Option<usize> {
+    draft.map(|draft| settings.draft_block_size.unwrap_or(draft.block_size))
+}
+
 /// Whether what drafting may change is nothing.
-pub fn check_target(
-    settings: &Speculative,
-    draft: &DraftFacts,
-    class: LosslessClass,
-    shape: &TargetShape,
-) -> Result<(), Absence> {
+pub fn check_class(settings: &Speculative, class: LosslessClass) -> Result<(), Absence> {
     match settings.acceptance_strategy {
         AcceptanceStrategy::Strict if class != LosslessClass::Exact => {
-            return Err(Absence::NotExact(class));
+            Err(Absence::NotExact(class))
         }
-        AcceptanceStrategy::Strict => {}
+        AcceptanceStrategy::Strict => Ok(()),
     }
-    let block_size = settings.draft_block_size.unwrap_or(draft.block_size);
-    if block_size > shape.headroom_tokens {
-        return Err(Absence::TooWide {
-            block_size,
-            limit_tokens: shape.headroom_tokens,
-        });
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -197,33 +178,27 @@ mod tests {
     }
 
     #[test]
-    fn only_an_exact_target_with_room_for_a_block_is_drafted_for() {
-        let draft = facts_of_a_draft();
-        let check = |class, headroom_tokens, block_size: Option<usize>| {
-            let shape = TargetShape {
-                slots: 1,
-                context_tokens: 64,
-                headroom_tokens,
-                vocab_size: 32,
-                tap_size: 4,
-            };
-            check_target(&settings(block_size, None), &draft, class, &shape)
+    fn only_an_exact_target_is_drafted_for() {
+        let check = |class| {
+            check_class(&settings(None, None), class)
                 .err()
                 .map(|absence| (absence.to_string(), absence.for_callers()))
         };
-        assert_eq!(check(LosslessClass::Exact, 16, None), None);
-        let (reason, public) = check(LosslessClass::NearTie, 16, None).unwrap();
+        assert_eq!(check(LosslessClass::Exact), None);
+        let (reason, public) = check(LosslessClass::NearTie).unwrap();
         assert_eq!(
             reason,
             "the target's lossless class is near-tie, and serving.speculative.acceptance_strategy strict needs exact"
         );
         assert_eq!(public, "the target's lossless class is near-tie");
-        assert!(check(LosslessClass::None, 16, None).is_some());
-        let (reason, _) = check(LosslessClass::Exact, 8, None).unwrap();
-        assert_eq!(
-            reason,
-            "the draft's blocks have 16 tokens and a pass of the target takes 8: set serving.speculative.draft_block_size"
-        );
-        assert_eq!(check(LosslessClass::Exact, 8, Some(8)), None);
+        assert!(check(LosslessClass::None).is_some());
+    }
+
+    #[test]
+    fn the_target_has_room_for_the_widest_block_in_use() {
+        let draft = facts_of_a_draft();
+        assert_eq!(block_size(&settings(None, None), Some(&draft)), Some(16));
+        assert_eq!(block_size(&settings(Some(8), None), Some(&draft)), Some(8));
+        assert_eq!(block_size(&settings(Some(8), None), None), None);
     }
 }

@@ -1,5 +1,7 @@
 //! A target for tests: its logits are a hash of the tokens in the slot, so any slip of cache rows, positions or slots changes the output.
 
+use std::ops::Range;
+
 use super::{Batch, BatchRow, ModelError, Taps, Target, TargetShape};
 
 /// Stands in cache rows that only served as padding; reading one changes the hash.
@@ -29,6 +31,7 @@ impl FakeTarget {
     pub(crate) fn new(slots: usize, context_tokens: usize) -> Self {
         let shape = TargetShape {
             slots,
+            parking_slots: 0,
             context_tokens,
             headroom_tokens: 32,
             vocab_size: VOCAB_SIZE,
@@ -42,6 +45,13 @@ impl FakeTarget {
             disturbance: |_| 0.0,
             before: Box::new(|_| Ok(())),
         }
+    }
+
+    pub(crate) fn parking(mut self, parking_slots: usize) -> Self {
+        self.shape.parking_slots = parking_slots;
+        self.slots
+            .resize(self.shape.slots + parking_slots, Vec::new());
+        self
     }
 
     pub(crate) fn disturbed(disturbance: fn(&Batch) -> f32) -> Self {
@@ -86,6 +96,7 @@ impl Target for FakeTarget {
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<(), ModelError> {
+        assert!(batch.first_slot + batch.rows.len() <= self.shape.slots);
         (self.before)(batch)?;
         let disturbance = (self.disturbance)(batch);
         self.logits.clear();
@@ -140,6 +151,14 @@ impl Target for FakeTarget {
         }
         self.taps = batch.taps.then_some((taps, batch.rows.len(), batch.width));
         Ok(())
+    }
+
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        let copied = self.slots[from][rows.clone()].to_vec();
+        assert!(!copied.contains(&PADDING), "a padding row is copied");
+        let slot = &mut self.slots[to];
+        slot.resize(slot.len().max(rows.end), PADDING);
+        slot[rows].copy_from_slice(&copied);
     }
 
     fn logits(&self, row: usize, index: usize) -> &[f32] {

@@ -3,6 +3,8 @@
 //! A batch over consecutive slots is a view of the slabs, bound to the cache inputs and to the updated-cache outputs alike, so nothing is copied.
 #![expect(unsafe_code, reason = "binds views of caller-owned memory")]
 
+use std::ops::Range;
+
 use ort::memory::Allocator;
 use ort::session::IoBinding;
 use ort::value::TensorElementType;
@@ -96,6 +98,21 @@ impl KvSlab {
             .flat_map(|slab| slab.bytes(start..start + rows * row_bytes))
             .copied()
             .collect()
+    }
+
+    /// Makes the rows `rows` of slot `to` those of slot `from`.
+    pub(super) fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        let layout = self.layout;
+        assert!(
+            from.max(to) < layout.slots && rows.end <= layout.rows,
+            "rows {rows:?} of slots {from} and {to}"
+        );
+        let row_bytes = layout.row_size * layout.element_bytes();
+        let offset = |slot: usize, row: usize| (slot * layout.rows + row) * row_bytes;
+        for slab in self.layers.iter_mut().flatten() {
+            let source = offset(from, rows.start)..offset(from, rows.end);
+            slab.copy_within(source, offset(to, rows.start));
+        }
     }
 
     /// Binds the caches of `rows` slots from `first_slot` on.

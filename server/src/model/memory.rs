@@ -68,6 +68,20 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.address.as_ptr().add(range.start), range.len()) }
     }
 
+    /// Copies part of the memory to another place in it, `to` bytes in.
+    pub(super) fn copy_within(&mut self, from: Range<usize>, to: usize) {
+        assert!(
+            from.end <= self.len_bytes() && to + from.len() <= self.len_bytes(),
+            "bytes {from:?} to {to} of a buffer of {}",
+            self.len_bytes()
+        );
+        // SAFETY: both ranges are inside the buffer, as was checked, and `copy` allows them to overlap.
+        unsafe {
+            let source = self.address.as_ptr().add(from.start);
+            std::ptr::copy(source, self.address.as_ptr().add(to), from.len());
+        }
+    }
+
     /// The first `len` values as fp32.
     pub(super) fn as_f32(&self, len: usize) -> &[f32] {
         assert!(

@@ -26,8 +26,10 @@ const MAX_BINDINGS: usize = 256;
 /// What the engine needs to know of a loaded target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetShape {
-    /// Sequences that can be held at once.
+    /// Sequences that can be run at once.
     pub slots: usize,
+    /// Slots behind them that only keep rows, see [`Target::copy_rows`].
+    pub parking_slots: usize,
     /// Longest sequence of a slot in tokens.
     pub context_tokens: usize,
     /// Most rows one sequence may feed in a batched step without running past its slot; prefill chunks of a lone sequence may be longer.
@@ -86,6 +88,13 @@ pub trait Target: Send {
     /// Runs one pass. Afterwards [`Target::logits`] and [`Target::taps`] refer to it.
     fn forward(&mut self, batch: &Batch) -> Result<(), ModelError>;
 
+    /// Makes the cache rows `rows` of slot `to` those of slot `from`; either may be a parking slot.
+    ///
+    /// # Panics
+    ///
+    /// There are no such slots or rows.
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>);
+
     /// Logits `[vocab_size]` of the `index`-th row asked for by `rows[row].logits` of the last batch.
     fn logits(&self, row: usize, index: usize) -> &[f32];
 
@@ -137,14 +146,14 @@ pub enum ModelError {
     },
     /// The KV memory asked for is more than allowed.
     #[error(
-        "the KV cache needs {needed_bytes} bytes ({slots} slots of {context_tokens} tokens); {allowed_bytes} are allowed: lower serving.runtime.max_concurrency or serving.runtime.context_tokens, or raise serving.runtime.kv_cache_ratio"
+        "the KV cache needs {needed_bytes} bytes ({slots} slots of {context_tokens} tokens); {allowed_bytes} are allowed: lower serving.runtime.max_concurrency, serving.runtime.prefix_cache_slots or serving.runtime.context_tokens, or raise serving.runtime.kv_cache_ratio"
     )]
     KvMemory {
         /// Bytes of the slab.
         needed_bytes: u64,
         /// Bytes that may be used.
         allowed_bytes: u64,
-        /// Slots asked for.
+        /// Slots asked for, those of the prefix cache included.
         slots: usize,
         /// Tokens per slot asked for.
         context_tokens: usize,

@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "binds views of caller-owned memory")]
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use ort::memory::Allocator;
 use ort::session::{IoBinding, Session};
@@ -27,6 +28,8 @@ pub struct DraftOptions {
     pub session: SessionOptions,
     /// Slots of the target.
     pub slots: usize,
+    /// Its parking slots.
+    pub parking_slots: usize,
     /// Longest sequence of the target in tokens.
     pub context_tokens: usize,
     /// Candidates per position, when it is not the draft's own; from 1 to the draft's own.
@@ -76,7 +79,7 @@ impl OnnxDraft {
             .min(options.context_tokens + facts.block_size);
         let layout = KvLayout {
             layers: facts.layers,
-            slots: options.slots,
+            slots: options.slots + options.parking_slots,
             rows: context_tokens,
             row_size: facts.kv_heads * facts.head_dim,
             element: element_of(&facts.kv_dtype).map_err(fault)?,
@@ -86,7 +89,7 @@ impl OnnxDraft {
             return Err(ModelError::KvMemory {
                 needed_bytes,
                 allowed_bytes: options.kv_limit_bytes,
-                slots: options.slots,
+                slots: layout.slots,
                 context_tokens,
             });
         }
@@ -343,6 +346,10 @@ impl Drafter for OnnxDraft {
         }
         self.bindings.insert(key, binding);
         Ok(())
+    }
+
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        self.cache.copy_rows(from, to, rows);
     }
 
     fn proposal(&self, row: usize) -> &[u32] {

@@ -4,6 +4,7 @@
 #![expect(unsafe_code, reason = "binds views of caller-owned memory")]
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use ort::memory::Allocator;
 use ort::session::{IoBinding, Session};
@@ -16,7 +17,7 @@ use super::memory::{Buffer, release_freed, view};
 use super::session::{self, SessionOptions, graph_fault, typed};
 use super::{Batch, MAX_BINDINGS, ModelError, Taps, Target, TargetShape};
 
-/// Cache rows of a slot beyond its context: padding rows of a batched step may be written there.
+/// Fewest cache rows of a slot beyond its context: the rows of a batched step, padding included, may be written there.
 const HEADROOM_TOKENS: usize = 32;
 
 /// How a target is loaded.
@@ -24,8 +25,12 @@ const HEADROOM_TOKENS: usize = 32;
 pub struct TargetOptions {
     /// How the session is made.
     pub session: SessionOptions,
-    /// Sequences that can be held at once.
+    /// Sequences that can be run at once.
     pub slots: usize,
+    /// Slots beside them that keep beginnings of prompts.
+    pub parking_slots: usize,
+    /// Widest block that is drafted, when there is a draft.
+    pub block_size: Option<usize>,
     /// Longest sequence in tokens; `None` takes the model's own limit.
     pub context_tokens: Option<usize>,
     /// Most bytes the KV slab may take.
@@ -72,8 +77,8 @@ impl OnnxTarget {
             return Err(ModelError::KvMemory {
                 needed_bytes,
                 allowed_bytes: options.kv_limit_bytes,
-                slots: options.slots,
-                context_tokens: layout.rows - HEADROOM_TOKENS,
+                slots: layout.slots,
+                context_tokens: layout.rows - headroom_tokens(options),
             });
         }
         let session = session::open(bundle, &facts.graph, facts.attention, &options.session)?;
@@ -83,8 +88,9 @@ impl OnnxTarget {
             allocator: Allocator::default(),
             shape: TargetShape {
                 slots: options.slots,
+                parking_slots: options.parking_slots,
                 context_tokens: options.context_tokens.unwrap_or(facts.context_tokens),
-                headroom_tokens: HEADROOM_TOKENS,
+                headroom_tokens: headroom_tokens(options),
                 vocab_size: facts.vocab_size,
                 tap_size: facts.taps.len() * facts.hidden_size,
             },
@@ -273,6 +279,10 @@ impl Target for OnnxTarget {
         Ok(())
     }
 
+    fn copy_rows(&mut self, from: usize, to: usize, rows: Range<usize>) {
+        self.cache.copy_rows(from, to, rows);
+    }
+
     fn logits(&self, row: usize, index: usize) -> &[f32] {
         let Pass {
             rows, logit_width, ..
@@ -299,6 +309,14 @@ impl Target for OnnxTarget {
             size,
         }
     }
+}
+
+/// Room for a whole block, at an even width where the width rule asks for one.
+fn headroom_tokens(options: &TargetOptions) -> usize {
+    let block_rows = options
+        .block_size
+        .map_or(0, |size| size.next_multiple_of(2));
+    block_rows.max(HEADROOM_TOKENS)
 }
 
 /// A view of exactly `shape` fp32 values at the start of `buffer`, which grows when it is too small.
@@ -334,8 +352,8 @@ fn kv_layout(facts: &TargetFacts, options: &TargetOptions) -> Result<KvLayout, S
     }
     Ok(KvLayout {
         layers: facts.layers,
-        slots: options.slots,
-        rows: context_tokens + HEADROOM_TOKENS,
+        slots: options.slots + options.parking_slots,
+        rows: context_tokens + headroom_tokens(options),
         row_size: facts.kv_heads * facts.head_dim,
         element: element_of(&facts.kv_dtype)?,
     })
@@ -367,4 +385,32 @@ fn check_interface(
     };
     outputs.extend(typed(floats, TensorElementType::Float32));
     session::check_interface(session, &inputs, &outputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_has_room_for_a_block_of_any_size_at_an_even_width() {
+        let options = |block_size| TargetOptions {
+            session: SessionOptions {
+                library: "library".into(),
+                execution_provider: crate::model::ExecutionProvider::Cpu,
+                intra_op_threads: 1,
+            },
+            slots: 1,
+            parking_slots: 0,
+            block_size,
+            context_tokens: None,
+            kv_limit_bytes: 0,
+        };
+        for (block_size, rows) in [(None, 32), (Some(16), 32), (Some(33), 34), (Some(64), 64)] {
+            assert_eq!(
+                headroom_tokens(&options(block_size)),
+                rows,
+                "{block_size:?}"
+            );
+        }
+    }
 }

@@ -325,6 +325,7 @@ fn the_finish_reason_and_the_usage_are_the_engines() {
             text: "b".to_owned(),
             usage: Usage {
                 prompt_tokens: 2,
+                cached_tokens: 1,
                 completion_tokens: 9,
                 speculative: SpeculativeUsage {
                     drafted_tokens: 12,
@@ -341,12 +342,13 @@ fn the_finish_reason_and_the_usage_are_the_engines() {
     assert_eq!(
         answer["usage"],
         json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 1},
             "speculative": {"drafted_tokens": 12, "accepted_tokens": 5, "steps": 3}})
     );
 }
 
 #[test]
-fn what_drafting_did_is_summed_over_the_choices_of_whole_answers_and_streams() {
+fn what_drafting_did_is_summed_over_the_choices_and_what_was_cached_is_not() {
     let server = TestServer::start(FakeBackend::new().with_draft());
     let three = json!({"drafted_tokens": 21, "accepted_tokens": 9, "steps": 6});
     let none = json!({"drafted_tokens": 0, "accepted_tokens": 0, "steps": 0});
@@ -361,6 +363,10 @@ fn what_drafting_did_is_summed_over_the_choices_of_whole_answers_and_streams() {
         ] {
             let whole = server.post(path, &body).ok();
             assert_eq!(&whole["usage"]["speculative"], expected, "{body}");
+            // A prompt counts once, so what was cached of it does as well.
+            let prompt_tokens = whole["usage"]["prompt_tokens"].as_u64().unwrap();
+            let cached = json!({"cached_tokens": prompt_tokens - 1});
+            assert_eq!(whole["usage"]["prompt_tokens_details"], cached, "{body}");
             let streamed = with(
                 body,
                 &json!({"stream": true, "stream_options": {"include_usage": true}}),

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outrider_server::engine::{
-    Drafting, EngineLimits, EngineStatus, Event, FinishReason, LosslessClass, ModelLimits, Phase,
-    Request, SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError, TokenLogprobs,
-    Usage,
+    Drafting, EngineLimits, EngineStatus, Event, FinishReason, KvRows, LosslessClass, ModelLimits,
+    Phase, Request, SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError,
+    TokenLogprobs, Usage,
 };
 use outrider_server::http::backend::{Backend, DraftCard, ModelCard};
 use outrider_server::text::{ChatError, ChatMessage, EncodeError};
@@ -71,6 +71,12 @@ impl FakeBackend {
                 heartbeat_age: Duration::from_millis(250),
                 lossless: Some(LosslessClass::Exact),
                 running: 1,
+                slots: 8,
+                kv_rows: KvRows {
+                    capacity: 1000,
+                    running: 30,
+                    kept: 200,
+                },
                 waiting: 2,
                 speculation: Some(SpeculationStatus {
                     drafting: Drafting::Unavailable,
@@ -268,6 +274,7 @@ pub fn letters(request: &Request) -> Vec<Event> {
         text: String::new(),
         usage: Usage {
             prompt_tokens: request.prompt.len(),
+            cached_tokens: request.prompt.len() - 1,
             completion_tokens: request.max_tokens,
             speculative: drafted(request),
         },
@@ -325,6 +332,7 @@ pub fn stopped(text: &str, completion_tokens: usize) -> Event {
         text: text.to_owned(),
         usage: Usage {
             prompt_tokens: 2,
+            cached_tokens: 0,
             completion_tokens,
             speculative: SpeculativeUsage::default(),
         },

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use outrider_bundle::manifest::GenerationDefaults;
 use outrider_server::engine::{
-    EngineLimits, EngineStatus, Event, ModelLimits, Phase, Request, SpeculationError, SubmitError,
+    EngineLimits, EngineStatus, Event, KvRows, ModelLimits, Phase, Request, SpeculationError,
+    SubmitError,
 };
 use outrider_server::http::backend::{Backend, ModelCard};
 use outrider_server::http::error::ApiError;
@@ -92,6 +93,8 @@ impl Backend for TextOnly {
             heartbeat_age: Duration::ZERO,
             lossless: None,
             running: 0,
+            slots: 1,
+            kv_rows: KvRows::default(),
             waiting: 0,
             speculation: None,
         }

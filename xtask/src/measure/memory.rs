@@ -17,6 +17,8 @@ use crate::server_process::ServerCommand;
 const REQUESTS: usize = 50;
 /// Slots of the measured server; as many requests run at a time, so that every slot is used.
 const SLOTS: usize = 8;
+/// Slots beside them that keep beginnings of prompts.
+const PREFIX_CACHE_SLOTS: usize = 2;
 /// Kept small, so that the slab can't hide what the rest takes.
 const CONTEXT_TOKENS: usize = 512;
 const START_DEADLINE: Duration = Duration::from_secs(180);
@@ -50,7 +52,7 @@ impl fmt::Display for Memory {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         writeln!(
             f,
-            "after {} requests on {SLOTS} slots of {CONTEXT_TOKENS} tokens, in MiB",
+            "after {} requests on {SLOTS} slots of {CONTEXT_TOKENS} tokens and {PREFIX_CACHE_SLOTS} of the prefix cache, in MiB",
             self.requests
         )?;
         writeln!(f, "  weights   {:8.1}", mib(self.weights_bytes))?;
@@ -77,6 +79,7 @@ pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
         .clone()
         .set("serving.runtime.context_tokens", CONTEXT_TOKENS)
         .set("serving.runtime.max_concurrency", SLOTS)
+        .set("serving.runtime.prefix_cache_slots", PREFIX_CACHE_SLOTS)
         .start_ready(START_DEADLINE)?;
     send_requests(&server.endpoint(), &manifest.name)?;
     let status_file = format!("/proc/{}/status", server.id());
@@ -152,7 +155,8 @@ fn kv_slab_bytes(manifest: &Manifest) -> anyhow::Result<u64> {
             "float16" | "bfloat16" => 2,
             other => bail!("unknown KV element type {other}"),
         };
-        Ok((layers * 2 * row_size * element_bytes * rows * SLOTS) as u64)
+        let slots = SLOTS + PREFIX_CACHE_SLOTS;
+        Ok((layers * 2 * row_size * element_bytes * rows * slots) as u64)
     };
     let target = &manifest.target;
     let row_size = target.kv_heads * target.head_dim;

@@ -171,6 +171,8 @@ pub fn load(bundle: &Path) -> OnnxTarget {
             intra_op_threads: 2,
         },
         slots: 4,
+        parking_slots: 0,
+        block_size: None,
         context_tokens: None,
         kv_limit_bytes: 1 << 30,
     };

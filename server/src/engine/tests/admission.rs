@@ -1,143 +1,7 @@
 //! Who gets a place and a slot, who waits for how long, and when a slot is free again; time is a clock that the tests move on.
 
-use std::sync::Mutex;
-
+use super::rig::{Fed, GATED, Rig, SECOND};
 use super::*;
-
-/// A clock that stands still until a test moves it.
-#[derive(Clone)]
-struct Hands {
-    start: Instant,
-    passed: Arc<Mutex<Duration>>,
-}
-
-impl Hands {
-    fn new() -> Self {
-        Self {
-            start: Instant::now(),
-            passed: Arc::default(),
-        }
-    }
-
-    fn pass(&self, time: Duration) {
-        *lock(&self.passed) += time;
-    }
-
-    fn now(&self) -> Instant {
-        self.start + *lock(&self.passed)
-    }
-
-    fn clock(&self) -> Clock {
-        let hands = self.clone();
-        Clock::new(move || hands.now())
-    }
-}
-
-/// What the rows of one target pass began with: slot, position, first token, and how many tokens.
-type Fed = (usize, usize, u32, usize);
-type Pass = Vec<Fed>;
-
-/// A target that waits for leave before every pass that feeds this token first.
-const GATED: u32 = 50;
-
-/// An engine whose passes are noted, over a target that stops at [`GATED`].
-struct Rig {
-    handle: EngineHandle,
-    thread: JoinHandle<()>,
-    passes: Arc<Mutex<Vec<Pass>>>,
-    leave: mpsc::Sender<()>,
-    hands: Hands,
-}
-
-const SECOND: Duration = Duration::from_secs(1);
-
-impl Rig {
-    /// `tick` passes with every pass of the target.
-    fn start(slots: usize, options: EngineOptions, tick: Duration) -> Self {
-        let hands = Hands::new();
-        let (leave, gate) = mpsc::channel();
-        let passes = Arc::new(Mutex::new(Vec::new()));
-        let target = {
-            let (passes, hands) = (Arc::clone(&passes), hands.clone());
-            // The probe's passes are none of the engine's.
-            let mut probing = true;
-            FakeTarget::new(slots, 4096).before(move |batch| {
-                let rows = batch.rows.iter().enumerate().filter_map(|(index, row)| {
-                    let first = *row.tokens.first()?;
-                    Some((batch.first_slot + index, row.start, first, row.tokens.len()))
-                });
-                let pass: Pass = rows.collect();
-                let is_gated = |row: &(usize, usize, u32, usize)| row.1 == 0 && row.2 == GATED;
-                probing &= !pass.iter().any(is_gated);
-                if !probing {
-                    lock(&passes).push(pass.clone());
-                    hands.pass(tick);
-                    if pass.iter().any(is_gated) {
-                        let _ = gate.recv();
-                    }
-                }
-                Ok(())
-            })
-        };
-        let options = EngineOptions {
-            clock: hands.clock(),
-            ..options
-        };
-        let (handle, thread) =
-            start_drafting(target, Draft::Unavailable("none".to_owned()), options, EOS);
-        Self {
-            handle,
-            thread,
-            passes,
-            leave,
-            hands,
-        }
-    }
-
-    fn request(&self, caller: &str, prompt: &[u32], max_tokens: usize) -> Request {
-        Request {
-            caller: caller.into(),
-            arrived: self.hands.now(),
-            ignore_eos: true,
-            ..request(prompt, max_tokens)
-        }
-    }
-
-    fn submit(
-        &self,
-        caller: &str,
-        prompt: &[u32],
-        max_tokens: usize,
-    ) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        self.handle.submit(self.request(caller, prompt, max_tokens))
-    }
-
-    /// Stops the engine in a pass, so that what is submitted meanwhile waits.
-    fn stop_at_a_pass(&self) -> UnboundedReceiver<Event> {
-        let before = lock(&self.passes).len();
-        let gated = self.submit("gate", &[GATED], 1).expect("fits");
-        wait_until(|| lock(&self.passes).len() > before);
-        gated
-    }
-
-    fn go_on(&self) {
-        self.leave.send(()).expect("the pass waits");
-    }
-
-    /// First tokens of the prompts that were begun, in this order.
-    fn begun(&self) -> Vec<u32> {
-        let passes = lock(&self.passes);
-        let rows = passes.iter().flatten();
-        rows.filter(|(_, start, first, _)| *start == 0 && *first != GATED)
-            .map(|(_, _, first, _)| *first)
-            .collect()
-    }
-
-    fn end(self) {
-        self.handle.drain();
-        self.thread.join().expect("the engine ends");
-    }
-}
 
 fn limits(queue_capacity: usize) -> EngineOptions {
     options(queue_capacity, 16)
@@ -269,7 +133,7 @@ fn limits_that_are_set_hold_for_what_waits_and_runs() {
     wait_until(|| lock(&rig.passes).len() > 8);
     let chunks: Vec<_> = lock(&rig.passes)[1..7]
         .iter()
-        .map(|pass| pass[0].3)
+        .map(|pass| pass[0].count)
         .collect();
     assert_eq!(chunks, [7, 7, 7, 7, 7, 5]);
     rig.hands.pass(20 * SECOND);
@@ -331,16 +195,16 @@ fn a_long_prompt_holds_up_a_short_one_for_one_chunk_and_streams_for_none() {
         let found = passes[since..].iter().position(|pass| pass.iter().any(of));
         found.expect("there is such a pass")
     };
-    let short_fed = position(&|row| row.1 == 0 && row.2 == 2);
-    let second_chunk = position(&|row| row.1 >= 16 && row.3 > 1);
+    let short_fed = position(&|row| row.start == 0 && row.first == 2);
+    let second_chunk = position(&|row| row.start >= 16 && row.count > 1);
     assert!(short_fed < second_chunk, "{passes:?}");
     // Between two passes over the running streams no more is fed than the budget of a step.
     let mut fed = 0;
     for pass in &passes[since..] {
-        if pass.iter().all(|row| row.3 == 1) {
+        if pass.iter().all(|row| row.count == 1) {
             fed = 0;
         } else {
-            fed += pass.iter().map(|row| row.3).sum::<usize>();
+            fed += pass.iter().map(|row| row.count).sum::<usize>();
             assert!(fed <= 16, "{passes:?}");
         }
     }
@@ -363,7 +227,7 @@ fn a_caller_that_leaves_gives_back_place_and_slot_within_one_step() {
     // The pass that was going on is the only one that the caller who left still had.
     let firsts: Vec<_> = lock(&rig.passes)
         .iter()
-        .map(|pass| (pass[0].1, pass[0].2))
+        .map(|pass| (pass[0].start, pass[0].first))
         .collect();
     assert_eq!(firsts[..2], [(0, GATED), (0, 2)]);
     rig.end();
@@ -380,4 +244,41 @@ fn who_knows_that_a_completion_has_ended_never_sees_it_counted() {
     }
     handle.drain();
     thread.join().expect("the engine ends");
+}
+
+#[test]
+fn times_are_counted_from_the_arrival_and_from_token_to_token() {
+    let rig = Rig::start(1, limits(8), SECOND);
+    // Three chunks of the prompt, the last of which gives the first of four tokens.
+    let request = rig.request("a", &[1; 40], 4);
+    collect(rig.handle.submit(request).expect("fits"));
+    for (name, count, seconds) in [
+        ("outrider_queue_wait_seconds", 1.0, 0.0),
+        ("outrider_time_to_first_token_seconds", 1.0, 3.0),
+        ("outrider_inter_token_seconds", 3.0, 3.0),
+    ] {
+        let found = ["count", "sum"].map(|part| value(&rig.recorded, &format!("{name}_{part}")));
+        assert_eq!(found, [count, seconds], "{name}");
+    }
+    rig.end();
+}
+
+#[test]
+fn failures_are_counted_by_cause() {
+    let mut options = limits(1);
+    options.limits.queue_timeout = SECOND;
+    options.limits.request_deadline = 2 * SECOND;
+    let rig = Rig::start(1, options, Duration::ZERO);
+    let mut running = rig.submit("a", &[1], 4000).expect("fits");
+    assert!(running.blocking_recv().is_some());
+    let waiting = rig.submit("a", &[2], 4000).expect("fits");
+    rig.hands.pass(SECOND);
+    collect(waiting);
+    rig.hands.pass(SECOND);
+    collect(running);
+    for cause in ["queue_timeout", "deadline_exceeded"] {
+        let series = format!("outrider_completions_failed_total{{cause=\"{cause}\"}}");
+        assert_eq!(value(&rig.recorded, &series), 1.0, "{cause}");
+    }
+    rig.end();
 }
