@@ -164,9 +164,9 @@ fn a_caller_who_leaves_has_a_line_with_what_came_before() {
     let audited = Audited::start(backend, true);
     let body = json!({"model": "fake", "prompt": "hi", "stream": true});
     let (mut stream, events) = std::thread::scope(|scope| {
-        // The head of a stream comes with its first text.
         let stream = scope.spawn(|| audited.server.open(COMPLETIONS, &body));
         let events = senders.recv().unwrap();
+        // A stream begins with its first token.
         events.send(token("one")).unwrap();
         (stream.join().unwrap(), events)
     });
