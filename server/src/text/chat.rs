@@ -234,12 +234,12 @@ fn without_generation_blocks(source: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         text.push_str(before);
-        let Some(length) = tag.find("%}").map(|end| end + "%}".len()) else {
+        let Some(length) = tag["{%".len()..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(length);
-        let inside = tag["{%".len()..length - "%}".len()].trim_matches(['-', '+']);
+        let (tag, after) = tag.split_at("{%".len() + length + "%}".len());
+        let inside = tag["{%".len()..][..length].trim_matches(['-', '+']);
         match inside.trim() {
             word @ "generation" => text.push_str(&tag.replace(word, "if true")),
             word @ "endgeneration" => text.push_str(&tag.replace(word, "endif")),
