@@ -1,5 +1,6 @@
 //! Running servers for tests: one for each bundle that many tests share, and ones of their own for tests with other settings.
 
+use std::process::ExitStatus;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -143,6 +144,7 @@ impl Server {
             .send(body.to_string())?;
         Ok(Response {
             status: answer.status().as_u16(),
+            retry_after_seconds: None,
             body: answer.body_mut().read_to_vec()?,
         })
     }
@@ -155,6 +157,11 @@ impl Server {
     /// Base URL of the OpenAI-compatible interface.
     pub fn endpoint(&self) -> String {
         self.process.endpoint()
+    }
+
+    /// Waits for the server to end, at most until `deadline`.
+    pub fn wait(mut self, deadline: Duration) -> anyhow::Result<ExitStatus> {
+        self.process.wait(deadline)
     }
 
     /// The process itself.

@@ -99,6 +99,8 @@ pub enum ClientError {
 pub struct Response {
     /// HTTP status.
     pub status: u16,
+    /// The header `Retry-After`, where it is there and counts seconds.
+    pub retry_after_seconds: Option<u64>,
     /// The body as it came.
     pub body: Vec<u8>,
 }
@@ -287,13 +289,21 @@ fn whole(
             status,
         });
     }
+    let retry_after_seconds = answer
+        .headers()
+        .get(http::header::RETRY_AFTER)
+        .and_then(|value| value.to_str().ok()?.parse().ok());
     let body = answer
         .into_body()
         .into_with_config()
         .limit(ANSWER_LIMIT_BYTES)
         .read_to_vec()
         .map_err(|source| transport(method, url, source))?;
-    Ok(Response { status, body })
+    Ok(Response {
+        status,
+        retry_after_seconds,
+        body,
+    })
 }
 
 fn transport(method: &'static str, url: &str, source: ureq::Error) -> ClientError {

@@ -142,8 +142,8 @@ pub fn streamed(
 }
 
 impl Answer {
-    /// Adds what a whole answer or a chunk carries.
-    fn add(&mut self, api: Api, body: &Value, message: &str) -> anyhow::Result<()> {
+    /// Adds what a whole answer or a chunk carries; `message` is `message` or `delta`.
+    pub fn add(&mut self, api: Api, body: &Value, message: &str) -> anyhow::Result<()> {
         if let Some(error) = body.get("error") {
             bail!("an error inside the answer: {error}");
         }

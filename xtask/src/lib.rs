@@ -26,5 +26,7 @@ pub mod reference;
 pub mod serve;
 pub mod server_process;
 pub mod session;
+pub mod soak;
 pub mod test;
+pub mod traffic;
 pub mod workspace;

@@ -11,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bench, bundle, export, fetch, fuzz, measure, serve, test};
+use xtask::{bench, bundle, export, fetch, fuzz, measure, serve, soak, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -39,6 +39,8 @@ enum Task {
     Measure(measure::Args),
     /// Measure how fast the server is
     Bench(bench::Args),
+    /// Load a server with callers of all kinds for a while, and compare every answer
+    Soak(soak::Args),
 }
 
 fn main() -> ExitCode {
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         Task::Fuzz(args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),
         Task::Bench(args) => bench::run(args).map(|()| ExitCode::SUCCESS),
+        Task::Soak(args) => soak::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

@@ -25,8 +25,14 @@ pub struct Session {
 impl Session {
     /// Starts a server and waits until it is ready.
     pub fn start(command: &ServerCommand) -> anyhow::Result<Self> {
+        Self::start_as(command, None)
+    }
+
+    /// Starts a server whose callers need a key, and waits until it is ready.
+    pub fn start_as(command: &ServerCommand, api_key: Option<String>) -> anyhow::Result<Self> {
         let process = command.start_ready(START_DEADLINE)?;
         let options = ClientOptions {
+            api_key,
             timeout: REQUEST_DEADLINE,
             ..ClientOptions::default()
         };
@@ -93,6 +99,13 @@ impl Session {
         &self.process
     }
 
+    /// Asks the server to stop and waits until it has.
+    pub fn stop(self, deadline: Duration) -> anyhow::Result<()> {
+        let status = self.process.stop(deadline)?;
+        ensure!(status.success(), "the server ended with {status}");
+        Ok(())
+    }
+
     /// Switches drafting on or off for everything that runs.
     pub fn set_speculation(&self, enabled: bool) -> anyhow::Result<()> {
         let url = format!("{}/admin/speculation", self.process.admin_endpoint());
@@ -143,10 +156,14 @@ impl Scrape {
         Ok(Self(values))
     }
 
+    /// The value of a metric; 0 for one that was never recorded.
+    pub fn value(&self, name: &str) -> f64 {
+        self.0.get(name).copied().unwrap_or(0.0)
+    }
+
     /// How much a counter, or the `_sum` or `_count` of a histogram, grew since `earlier`; 0 for one that was never recorded.
     pub fn growth(&self, earlier: &Self, name: &str) -> f64 {
-        let value = |scrape: &Self| scrape.0.get(name).copied().unwrap_or(0.0);
-        value(self) - value(earlier)
+        self.value(name) - earlier.value(name)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod chart;
 pub mod decode;
+pub mod load;
 
 /// Arguments of `cargo xtask bench`.
 #[derive(Debug, clap::Args)]
@@ -14,11 +15,14 @@ pub struct Args {
 enum Command {
     /// Generation with drafting off and on, interleaved
     Decode(decode::Args),
+    /// Many clients at once, with drafting off and on
+    Load(load::Args),
 }
 
 /// Runs the subcommand.
 pub fn run(args: Args) -> anyhow::Result<()> {
     match args.command {
         Command::Decode(args) => decode::run(args),
+        Command::Load(args) => load::run(args),
     }
 }

@@ -1,7 +1,6 @@
 //! Resident memory of a server after load and 50 requests, against what it must hold: the weights of target and draft once, and both KV slabs.
 
 use std::fmt;
-use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -12,6 +11,7 @@ use outrider_verify::client::{Client, ClientOptions};
 use outrider_verify::wire::Api;
 use serde_json::json;
 
+use crate::machine;
 use crate::server_process::ServerCommand;
 
 const REQUESTS: usize = 50;
@@ -82,13 +82,10 @@ pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
         .set("serving.runtime.prefix_cache_slots", PREFIX_CACHE_SLOTS)
         .start_ready(START_DEADLINE)?;
     send_requests(&server.endpoint(), &manifest.name)?;
-    let status_file = format!("/proc/{}/status", server.id());
-    let status =
-        fs::read_to_string(&status_file).with_context(|| format!("cannot read {status_file}"))?;
     Ok(Memory {
         requests: REQUESTS,
-        resident_bytes: status_bytes(&status, "VmRSS").context("the kernel gives no VmRSS")?,
-        peak_bytes: status_bytes(&status, "VmHWM").context("the kernel gives no VmHWM")?,
+        resident_bytes: machine::resident_bytes(server.id())?,
+        peak_bytes: machine::peak_resident_bytes(server.id())?,
         weights_bytes: weights_bytes(&manifest),
         kv_slab_bytes: kv_slab_bytes(&manifest)?,
     })
@@ -168,30 +165,4 @@ fn kv_slab_bytes(manifest: &Manifest) -> anyhow::Result<u64> {
     // The last block may reach past the context.
     let rows = CONTEXT_TOKENS + draft.block_size;
     Ok(of_target + slab(draft.layers, row_size, &draft.kv_dtype, rows)?)
-}
-
-/// A value of `/proc/PID/status`, which counts in units of 1024 bytes.
-fn status_bytes(status: &str, name: &str) -> Option<u64> {
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    line.trim()
-        .strip_suffix(" kB")?
-        .trim()
-        .parse::<u64>()
-        .ok()
-        .map(|kilobytes| kilobytes * 1024)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn kernel_figures_are_read_by_their_whole_name() {
-        let status = "Name:\tserver\nVmHWM:\t  700 kB\nVmRSS:\t  512 kB\nVmRSSx:\t 1 kB\n";
-        assert_eq!(status_bytes(status, "VmRSS"), Some(512 * 1024));
-        assert_eq!(status_bytes(status, "VmHWM"), Some(700 * 1024));
-        assert_eq!(status_bytes(status, "VmR"), None);
-    }
 }
