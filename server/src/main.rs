@@ -28,7 +28,7 @@ struct Arguments {
     /// Address of the OpenAI-compatible interface; sets serving.listen.
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
-    /// Address of /livez, /readyz and /metrics; sets serving.admin_listen.
+    /// Address of /livez, /readyz and /metrics, or unix: and the path of a socket; sets serving.admin_listen.
     #[arg(long, value_name = "ADDRESS")]
     admin_listen: Option<String>,
     /// Sets any configuration key, for example serving.runtime.max_concurrency=4. May be repeated; a later one wins.

@@ -60,6 +60,8 @@ fn main() -> ExitCode {
         a_log_that_hangs_does_not_keep_a_stalled_process_alive,
         a_reload_renews_keys_and_says_so,
         a_reload_with_a_fault_or_a_fixed_key_changes_nothing,
+        a_reload_reaches_the_engine,
+        a_reload_moves_the_switch_of_drafting_only_when_its_value_changed,
         a_reload_during_the_start_waits_for_the_model,
         ten_thousand_idle_connections_hold_up_nobody,
         the_admin_socket_serves_and_goes_with_the_server,
@@ -68,7 +70,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// The server: prints its addresses, then answers each order on a line of its own with `done`.
+/// The server: prints its addresses, then answers each order with a line, `done` where there is nothing to tell.
 fn serve(path: PathBuf) {
     let sources = Sources {
         file: Some(path),
@@ -85,7 +87,8 @@ fn serve(path: PathBuf) {
     let address = launch.listener.local_addr().unwrap();
     writeln!(stdout, "{address} {admin}").unwrap();
 
-    let (mut backend, senders) = held();
+    let (backend, senders) = held();
+    let mut backend = backend.with_draft();
     backend.set_status(|status| status.heartbeat_age = Duration::ZERO);
     let (end, ended) = mpsc::channel();
     backend.on_stop = Box::new(move || end.send(()).unwrap());
@@ -119,6 +122,20 @@ fn serve(path: PathBuf) {
                 "fresh" => age(Duration::ZERO),
                 "stale" => age(Duration::from_secs(60)),
                 "stall" => age(Duration::from_secs(3600)),
+                "limits" => {
+                    let limits = backend.engine_limits.lock().unwrap().take();
+                    let told = limits.map_or("none".to_owned(), |limits| {
+                        format!(
+                            "{} {} {} {}",
+                            limits.queue_capacity,
+                            limits.queue_timeout.as_millis(),
+                            limits.request_deadline.as_millis(),
+                            limits.prefill_chunk_tokens
+                        )
+                    });
+                    writeln!(stdout, "{told}").unwrap();
+                    continue;
+                }
                 "hang" => {
                     let (locked, is_locked) = mpsc::channel();
                     std::thread::spawn(move || {
@@ -192,11 +209,12 @@ impl Served {
         served
     }
 
-    fn order(&mut self, order: &str) {
+    /// Carries out an order; what it answers.
+    fn order(&mut self, order: &str) -> String {
         writeln!(self.orders, "{order}").unwrap();
         let mut line = String::new();
         self.answers.read_line(&mut line).unwrap();
-        assert_eq!(line.trim(), "done");
+        line.trim().to_owned()
     }
 
     fn signal(&self, signal: Signal) {
@@ -437,6 +455,41 @@ fn a_reload_with_a_fault_or_a_fixed_key_changes_nothing() {
     ] {
         assert!(log.contains(part), "{part} is missing in {log}");
     }
+}
+
+fn a_reload_reaches_the_engine() {
+    let mut served = Served::ready("");
+    assert_eq!(served.order("limits"), "none");
+    served.reload("  runtime: {onnxruntime_library: ort.so, queue_capacity: 9, queue_timeout_ms: 8, request_deadline_ms: 7, prefill_chunk_tokens: 6}\n");
+    assert_eq!(served.order("limits"), "9 8 7 6");
+    assert_eq!(served.stop().0, Some(0));
+}
+
+fn a_reload_moves_the_switch_of_drafting_only_when_its_value_changed() {
+    let served = Served::ready("");
+    let is_enabled = || {
+        let answer = served.get("/admin/speculation", "");
+        answer.contains("\"enabled\":true")
+    };
+    assert!(is_enabled());
+    let body = "{\"enabled\": false}";
+    let mut stream = TcpStream::connect(&served.admin).unwrap();
+    write!(
+        stream,
+        "PUT /admin/speculation HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(!is_enabled(), "{answer}");
+    // What an operator did holds until the configuration says something else than before.
+    served.reload("  speculative: {enabled: true}\n");
+    assert!(!is_enabled());
+    served.reload("  speculative: {enabled: false}\n");
+    served.reload("  speculative: {enabled: true}\n");
+    assert!(is_enabled());
+    assert_eq!(served.stop().0, Some(0));
 }
 
 fn a_reload_during_the_start_waits_for_the_model() {

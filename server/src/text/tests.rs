@@ -51,6 +51,45 @@ fn facts(bos_token: Option<&str>, add_bos: bool) -> TextFacts {
     }
 }
 
+#[test]
+fn a_text_that_cannot_fit_is_refused_before_it_is_tokenised_and_no_other_is() {
+    let texts = [
+        "a",
+        "the quick brown fox",
+        "日本語のテキスト",
+        "🙂🙂🙂",
+        "\u{0}\u{7f}\n\t  ",
+        "e\u{301}\u{212a}\u{212b}",
+        "    ",
+        "<s>",
+    ];
+    for name in TOKENIZERS {
+        let json = tokenizer_json(name);
+        for text in texts
+            .into_iter()
+            .flat_map(|text| [text.to_owned(), text.repeat(50)])
+        {
+            let ids = build(&json, None).encode_plain(&text).unwrap();
+            let exact = build(&json, None).with_context(ids.len());
+            assert_eq!(exact.encode_plain(&text).unwrap(), ids, "{name} {text:?}");
+            if name == "sentencepiece-metaspace" {
+                // It has tokens that swallow all white space around them, so that a text of any length may fit.
+                assert_eq!(exact.token_bytes_limit, None);
+                continue;
+            }
+            // Four bytes a token are more than the few merges of these vocabularies make of it.
+            let far = text.repeat(1000);
+            assert!(
+                matches!(
+                    exact.encode_plain(&far),
+                    Err(EncodeError::TooLong { bytes, .. }) if bytes == far.len()
+                ),
+                "{name} {text:?}"
+            );
+        }
+    }
+}
+
 fn build(tokenizer_json: &[u8], template: Option<&str>) -> Text {
     Text::new(tokenizer_json, template, &facts(None, false), 10_000).unwrap()
 }
