@@ -138,13 +138,14 @@ pub async fn run(
         let _ = happen.send(Happening::Ready);
     })?;
 
+    let mut has_ended = false;
     let ending = match serve(&mut happenings, &mut reloader, &state).await {
         Either::Left(name) => {
             tracing::info!(signal = name, in_flight = drain.in_flight(), "stopping");
             systemd::notify(&[NotifyState::Stopping, NotifyState::Status("stopping")]);
             drain.begin();
             let grace = reloader.config().shutdown_grace;
-            finish_requests(&drain, &mut happenings, grace).await;
+            has_ended = finish_requests(&drain, &mut happenings, grace).await;
             Ending::Stopped
         }
         Either::Right(result) => {
@@ -171,6 +172,7 @@ pub async fn run(
         audit.end();
     }
     if ending == Ending::Stopped
+        && !has_ended
         && let Some(backend) = state.backend()
     {
         // Sessions are closed on their own thread before the process tears down the runtime under them.
@@ -252,35 +254,44 @@ fn start_loader(
     Ok(())
 }
 
-/// Waits for the requests in flight, no longer than `grace` and no longer than to the next signal; then ends them.
+/// Waits for the requests in flight, no longer than `grace` and no longer than to the next signal or the end of the engine; then ends them.
+/// Returns whether the engine has ended.
 async fn finish_requests(
     drain: &Drain,
     happenings: &mut UnboundedReceiver<Happening>,
     grace: Duration,
-) {
+) -> bool {
     let finished = pin!(timeout(grace, drain.idle()));
     let second = pin!(async {
         loop {
             match happenings.recv().await {
-                Some(Happening::Stop(name)) => return name,
-                Some(Happening::Ended(_)) | None => return "the end of the engine",
+                Some(Happening::Stop(name)) => return Some(name),
+                Some(Happening::Ended(_)) | None => return None,
                 Some(Happening::Reload | Happening::Ready) => {}
             }
         }
     });
+    let mut has_ended = false;
     match select(finished, second).await {
-        Either::Left((Ok(()), _)) => return,
+        Either::Left((Ok(()), _)) => return has_ended,
         Either::Left((Err(_), _)) => {
             tracing::warn!(
                 in_flight = drain.in_flight(),
                 "the grace period is over, requests are cut off"
             );
         }
-        Either::Right((name, _)) => {
+        Either::Right((Some(name), _)) => {
             tracing::warn!(
-                cause = name,
+                signal = name,
                 in_flight = drain.in_flight(),
-                "the wait for requests is over, they are cut off"
+                "second signal, requests are cut off"
+            );
+        }
+        Either::Right((None, _)) => {
+            has_ended = true;
+            tracing::error!(
+                in_flight = drain.in_flight(),
+                "the engine ended before the requests did, they are cut off"
             );
         }
     }
@@ -291,6 +302,7 @@ async fn finish_requests(
             "requests did not end in time, their connections are closed"
         );
     }
+    has_ended
 }
 
 /// Makes signals happenings, for as long as the runtime lives.

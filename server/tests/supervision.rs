@@ -24,6 +24,8 @@ use outrider_server::lifecycle::Latch;
 use outrider_server::listen::Listener;
 use outrider_server::service::LoadContext;
 use outrider_server::{logging, service};
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 #[path = "http/fake.rs"]
 #[expect(
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         a_reload_renews_keys_and_says_so,
         a_reload_with_a_fault_or_a_fixed_key_changes_nothing,
         a_reload_reaches_the_engine,
+        a_reload_shows_a_renewed_certificate_and_keeps_the_old_one_when_it_is_damaged,
         a_reload_moves_the_switch_of_drafting_only_when_its_value_changed,
         a_reload_during_the_start_waits_for_the_model,
         ten_thousand_idle_connections_hold_up_nobody,
@@ -463,6 +466,51 @@ fn a_reload_reaches_the_engine() {
     served.reload("  runtime: {onnxruntime_library: ort.so, queue_capacity: 9, queue_timeout_ms: 8, request_deadline_ms: 7, prefill_chunk_tokens: 6}\n");
     assert_eq!(served.order("limits"), "9 8 7 6");
     assert_eq!(served.stop().0, Some(0));
+}
+
+fn a_reload_shows_a_renewed_certificate_and_keeps_the_old_one_when_it_is_damaged() {
+    let dir = tempfile::tempdir().unwrap();
+    let renew = || {
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        std::fs::write(dir.path().join("certificate.pem"), made.cert.pem()).unwrap();
+        std::fs::write(dir.path().join("key.pem"), made.signing_key.serialize_pem()).unwrap();
+        made.cert.der().clone()
+    };
+    let keys = "  tls: {certificate_path: $TLS/certificate.pem, private_key_path: $TLS/key.pem}\n"
+        .replace("$TLS", &dir.path().display().to_string());
+    let first = renew();
+    let served = Served::ready(&keys);
+    let is_shown = |trusted: &CertificateDer<'static>| {
+        let mut roots = RootCertStore::empty();
+        roots.add(trusted.clone()).unwrap();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from("localhost").unwrap();
+        let mut connection = ClientConnection::new(Arc::new(config), name).unwrap();
+        let mut stream = TcpStream::connect(served.address).unwrap();
+        while connection.is_handshaking() {
+            if connection.complete_io(&mut stream).is_err() {
+                return false;
+            }
+        }
+        true
+    };
+    assert!(is_shown(&first));
+    let second = renew();
+    assert!(is_shown(&first), "nothing has asked for a reload yet");
+    served.reload(&keys);
+    assert!(is_shown(&second) && !is_shown(&first));
+    std::fs::write(dir.path().join("key.pem"), "damaged").unwrap();
+    served.reload(&keys);
+    assert_eq!(served.last_reload(), "refused");
+    assert!(is_shown(&second));
+    let (code, log) = served.stop();
+    assert_eq!(code, Some(0), "{log}");
+    assert!(log.contains("key.pem"), "{log}");
 }
 
 fn a_reload_moves_the_switch_of_drafting_only_when_its_value_changed() {
