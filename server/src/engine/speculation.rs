@@ -382,10 +382,11 @@ impl Speculation {
         parts: impl Iterator<Item = Part<'s>>,
         taps: Taps<'_>,
     ) -> Duration {
-        let (batch, members) = self.gather(first_slot, parts, taps);
-        if members.is_empty() {
+        let (mut batch, mut members) = self.gather(first_slot, parts, taps);
+        let slots = batch.rows.len();
+        let Some(taps) = narrow(&mut batch, &mut members, taps) else {
             return Duration::ZERO;
-        }
+        };
         let started = Instant::now();
         let outcome = self.run_draft(&batch, &members, taps);
         let elapsed = started.elapsed();
@@ -393,8 +394,7 @@ impl Speculation {
             Ok(()) => {
                 let drafted = self.take_proposals(&batch, members);
                 if drafted && taps.width <= self.block_size {
-                    self.policy
-                        .record_draft(batch.rows.len(), elapsed.as_secs_f64());
+                    self.policy.record_draft(slots, elapsed.as_secs_f64());
                 }
             }
             Err(fault) => {
@@ -409,7 +409,7 @@ impl Speculation {
         elapsed
     }
 
-    /// Makes the batch of a draft pass; what need not be drafted for yet has its taps put by instead.
+    /// Makes the batch of a draft pass; as long as none of its sequences needs it yet, their taps are put by instead.
     fn gather<'s>(
         &self,
         first_slot: usize,
@@ -417,7 +417,7 @@ impl Speculation {
         taps: Taps<'_>,
     ) -> (DraftBatch, Vec<Member<'s>>) {
         let mut rows = Vec::new();
-        let mut members = Vec::new();
+        let mut wanted = Vec::new();
         for (index, part) in parts.enumerate() {
             let (sequence, fed) = match part {
                 Part::Idle { draft_rows } => {
@@ -426,32 +426,35 @@ impl Speculation {
                 }
                 Part::Running { sequence, fed } => (sequence, fed),
             };
-            let gap = DraftRow::gap(sequence.draft.context);
-            let wanted = fed.and_then(|(start, fed)| {
-                sequence.draft.proposal.clear();
-                sequence.draft.plain = PlainCause::CatchingUp;
-                let row = self.row(sequence, start, fed)?;
-                Some((row, row.anchor_position() - start))
-            });
-            rows.push(match wanted {
-                Some((row, new_taps)) if self.waits(&row) => {
-                    sequence.draft.plain = PlainCause::NotWorthwhile;
-                    let first = index * taps.width * taps.size;
-                    let values = &taps.values[first..first + new_taps * taps.size];
-                    sequence.draft.backlog.extend_from_slice(values);
-                    sequence.draft.backlog_tokens += new_taps;
-                    gap
-                }
-                Some((row, new_taps)) => {
-                    members.push(Member {
-                        index,
-                        new_taps,
-                        sequence,
-                    });
-                    row
-                }
-                None => gap,
-            });
+            rows.push(DraftRow::gap(sequence.draft.context));
+            let Some((start, fed)) = fed else {
+                continue;
+            };
+            sequence.draft.proposal.clear();
+            sequence.draft.plain = PlainCause::CatchingUp;
+            if let Some(row) = self.row(sequence, start, fed) {
+                let new_taps = row.anchor_position() - start;
+                let member = Member {
+                    index,
+                    new_taps,
+                    sequence,
+                };
+                wanted.push((row, member));
+            }
+        }
+        let mut members = Vec::new();
+        let all_wait = wanted.iter().all(|(row, _)| self.waits(row));
+        for (row, member) in wanted {
+            if all_wait {
+                member.sequence.draft.plain = PlainCause::NotWorthwhile;
+                let first = member.index * taps.width * taps.size;
+                let values = &taps.values[first..first + member.new_taps * taps.size];
+                member.sequence.draft.backlog.extend_from_slice(values);
+                member.sequence.draft.backlog_tokens += member.new_taps;
+            } else {
+                rows[member.index] = row;
+                members.push(member);
+            }
         }
         (DraftBatch { first_slot, rows }, members)
     }
@@ -527,6 +530,28 @@ impl Speculation {
         }
         blocks > 0
     }
+}
+
+/// Takes the slots off both ends of a pass that take no part in it, since every slot of its range is computed; `None` when none takes part.
+fn narrow<'t>(
+    batch: &mut DraftBatch,
+    members: &mut [Member<'_>],
+    taps: Taps<'t>,
+) -> Option<Taps<'t>> {
+    let first = members.first()?.index;
+    let end = members.last()?.index + 1;
+    batch.first_slot += first;
+    batch.rows.truncate(end);
+    batch.rows.drain(..first);
+    for member in members {
+        member.index -= first;
+    }
+    let row_values = taps.width * taps.size;
+    Some(Taps {
+        values: &taps.values[first * row_values..end * row_values],
+        rows: end - first,
+        ..taps
+    })
 }
 
 /// Taps that waited, each with the new ones of its sequence behind them, as `[rows, width, size]`; `None` when none waited.
