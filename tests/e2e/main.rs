@@ -6,6 +6,7 @@ mod admission;
 mod bundles;
 mod determinism;
 mod drafting;
+mod faults;
 mod front_door;
 mod goldens;
 mod lifecycle;
@@ -60,6 +61,13 @@ fn main() -> ExitCode {
             a_damaged_draft_is_served_without_unless_it_is_required,
             settings_above_the_drafts_own_stop_the_start,
             a_bundle_without_a_draft_is_refused_where_one_is_required,
+        },
+        faults::{
+            a_killed_server_cuts_its_streams_off_and_starts_again_as_before,
+            a_stop_under_load_lets_every_stream_end_whole_or_with_an_error,
+            files_replaced_under_a_running_server_change_no_answer_and_refuse_the_next_start,
+            ten_thousand_idle_connections_keep_nobody_from_an_answer,
+            a_client_that_reads_a_byte_at_a_time_holds_up_nobody,
         },
         front_door::{
             the_printed_curl_line_works_and_a_stop_ends_the_server,

@@ -205,7 +205,11 @@ impl fmt::Display for Report {
         for what in &callers.unexpected {
             writeln!(f, "    {what}")?;
         }
-        writeln!(f, "  switched           {} times", self.operator.switched)?;
+        writeln!(
+            f,
+            "  switched           {} times, files read again {} times",
+            self.operator.switched, self.operator.reloads
+        )?;
         writeln!(
             f,
             "  memory             {:.1} MiB in the second tenth, {:.1} in the last ({:+.2} %), {:.1} at most",
