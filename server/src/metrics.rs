@@ -92,7 +92,7 @@ pub const METRICS: &[Metric] = &[
     Metric {
         name: HTTP_REQUEST_SECONDS,
         kind: Kind::Histogram(REQUEST_SECONDS),
-        labels: &["route"],
+        labels: &["route", "status"],
         help: "Time from the head of a request to the last byte of its answer",
     },
     Metric {
@@ -388,7 +388,10 @@ pub fn http_request(
         "method" => method, "route" => route.to_owned(), "status" => status.to_string()
     )
     .increment(1);
-    metrics::histogram!(HTTP_REQUEST_SECONDS, "route" => route.to_owned()).record(seconds);
+    metrics::histogram!(
+        HTTP_REQUEST_SECONDS, "route" => route.to_owned(), "status" => status.to_string()
+    )
+    .record(seconds);
     if let Some(code) = code {
         metrics::counter!(HTTP_ERRORS, "code" => code).increment(1);
     }

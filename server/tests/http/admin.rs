@@ -1,5 +1,6 @@
 //! The admin listener.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use outrider_server::engine::{Drafting, LosslessClass, Phase};
@@ -214,7 +215,7 @@ fn every_exported_metric_is_in_the_table_and_described() {
         "outrider_completions_waiting 2",
         "outrider_ready 1",
         "outrider_startup_latch_seconds{latch=\"warm\"}",
-        "outrider_http_request_duration_seconds_bucket{route=\"/v1/completions\",le=\"+Inf\"}",
+        "outrider_http_request_duration_seconds_bucket{route=\"/v1/completions\",status=\"200\",le=\"+Inf\"}",
     ] {
         assert!(
             reply.body.contains(expected),
@@ -245,4 +246,114 @@ fn the_metrics_are_a_contract() {
             metric.name
         );
     }
+}
+
+/// A sample of the text format: its name, its labels and its value.
+type Sample = (String, Vec<(String, String)>, f64);
+
+fn sample(line: &str) -> Sample {
+    let (series, value) = line.rsplit_once(' ').unwrap();
+    let value = value
+        .parse()
+        .unwrap_or_else(|_| panic!("no number: {line}"));
+    let (name, labels) = series.split_once('{').unwrap_or((series, "}"));
+    let is_name = |text: &str| {
+        text.bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+            && !text.starts_with(|first: char| first.is_ascii_digit())
+    };
+    assert!(is_name(name) && !name.is_empty(), "{line}");
+    let labels = labels.strip_suffix('}').unwrap();
+    let labels = labels.split_terminator(',').map(|label| {
+        let (name, value) = label.split_once('=').unwrap();
+        let value = value
+            .strip_prefix('"')
+            .and_then(|value| value.strip_suffix('"'));
+        let value = value.unwrap_or_else(|| panic!("a label without quotes: {line}"));
+        assert!(
+            is_name(name) && !value.contains(['"', '\\', '\n']),
+            "{line}"
+        );
+        (name.to_owned(), value.to_owned())
+    });
+    (name.to_owned(), labels.collect(), value)
+}
+
+#[test]
+fn the_exposition_can_be_read_and_callers_add_no_series() {
+    let server = TestServer::start(FakeBackend::new().with_draft());
+    let ask_all = |round: usize| {
+        for (path, body) in [
+            ("/v1/completions", json!({"model": "fake", "prompt": "hi"})),
+            (
+                "/v1/completions",
+                json!({"model": format!("model-{round}"), "prompt": "hi"}),
+            ),
+            ("/v1/completions", json!({ format!("field-{round}"): 1 })),
+        ] {
+            server.post(path, &body);
+        }
+        server.get(&format!("/v1/models/{round}"));
+        server.get(&format!("/nothing/{round}"));
+        let id = format!("call-{round}");
+        server.send("/v1/completions", &[("x-request-id", id.as_str())], b"{");
+    };
+    ask_all(0);
+    let first = server.admin("/metrics").body;
+    (1..20).for_each(ask_all);
+    let text = server.admin("/metrics").body;
+
+    let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut samples: Vec<Sample> = Vec::new();
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            assert_eq!(kinds.insert(name, kind), None, "{name} has two types");
+        } else if !line.starts_with("# HELP ") {
+            let (name, labels, value) = sample(line);
+            let of = |suffix: &str| name.strip_suffix(suffix).and_then(|base| kinds.get(base));
+            let is_histogram = ["_bucket", "_sum", "_count"]
+                .iter()
+                .any(|suffix| of(suffix) == Some(&"histogram"));
+            match kinds.get(&*name) {
+                Some(&"counter") => assert!(name.ends_with("_total") && value >= 0.0, "{line}"),
+                Some(&"gauge") => assert!(!name.ends_with("_total"), "{line}"),
+                _ => assert!(is_histogram, "{line} has no type before it"),
+            }
+            let twice = |(other, others, _): &Sample| *other == name && *others == labels;
+            assert!(!samples.iter().any(twice), "{line} is there twice");
+            samples.push((name, labels, value));
+        }
+    }
+    let mut buckets: BTreeMap<(String, String), Vec<(f64, f64)>> = BTreeMap::new();
+    for (name, labels, value) in &samples {
+        let Some(base) = name.strip_suffix("_bucket") else {
+            continue;
+        };
+        let (bounds, others): (Vec<_>, Vec<_>) = labels.iter().partition(|(name, _)| name == "le");
+        let bound = bounds[0].1.replace("+Inf", "inf").parse().unwrap();
+        let series = (base.to_owned(), format!("{others:?}"));
+        buckets.entry(series).or_default().push((bound, *value));
+    }
+    assert!(!buckets.is_empty());
+    for ((base, labels), buckets) in buckets {
+        assert!(buckets.is_sorted(), "{base} {labels}: {buckets:?}");
+        let counts: Vec<f64> = buckets.iter().map(|(_, count)| *count).collect();
+        assert!(counts.is_sorted(), "{base} {labels}: {counts:?}");
+        assert!(buckets.last().unwrap().0.is_infinite());
+        let count = samples.iter().find(|(name, others, _)| {
+            *name == format!("{base}_count")
+                && format!("{:?}", others.iter().collect::<Vec<_>>()) == labels
+        });
+        assert_eq!(count.unwrap().2, *counts.last().unwrap(), "{base} {labels}");
+    }
+    // Of other tests, which share the process and may add series meanwhile, only what this one could have added.
+    let made_up = |text: &str| {
+        let lines = text
+            .lines()
+            .filter(|line| line.contains("unmatched") || line.contains("{id}"));
+        lines.filter(|line| !line.contains("_bucket")).count()
+    };
+    assert!(!text.contains("model-7") && !text.contains("call-7") && !text.contains("field-7"));
+    assert!(made_up(&text) <= made_up(&first) + 20, "{text}");
 }
