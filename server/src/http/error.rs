@@ -311,6 +311,14 @@ impl From<FieldError> for ApiError {
 impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
         let (code, param) = match &error {
+            ChatError::UnknownKwarg(name) => {
+                let param = format!("chat_template_kwargs.{}", shorten(name));
+                return Self::new(Code::UnknownParameter, error.to_string()).with_param(param);
+            }
+            ChatError::UnusedName(message) => {
+                let param = format!("messages[{message}].name");
+                return Self::new(Code::UnsupportedParameter, error.to_string()).with_param(param);
+            }
             ChatError::NoTemplate => (Code::ChatTemplateMissing, "messages"),
             ChatError::Template(_) => (Code::ChatTemplateRefused, "messages"),
             ChatError::Render(_) => (Code::ChatTemplateFailed, "messages"),

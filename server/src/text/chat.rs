@@ -64,6 +64,12 @@ pub enum ChatError {
     /// The template did more work or wrote more text than it may.
     #[error("the chat template {0} for these messages")]
     Limit(&'static str),
+    /// A variable the template does not read, which would be without effect.
+    #[error("the chat template of this model has no variable `{0}`")]
+    UnknownKwarg(String),
+    /// The name of the speaker of this message, which the template does not read.
+    #[error("the chat template of this model does not use the names of speakers")]
+    UnusedName(usize),
     /// A template variable the server sets itself.
     #[error("`chat_template_kwargs` may not set `{0}`")]
     ReservedKwarg(String),
@@ -84,6 +90,8 @@ impl From<NoStandIn> for ChatError {
 #[derive(Debug)]
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
+    /// Names that the template reads, functions included.
+    variables: HashSet<String>,
     controls: ControlTexts,
     bos_token: Option<String>,
     eos_token: Option<String>,
@@ -120,6 +128,10 @@ impl ChatTemplate {
         environment
             .add_template_owned(TEMPLATE_NAME, without_generation_blocks(source))
             .map_err(|error| failed(&error))?;
+        let template = environment.get_template(TEMPLATE_NAME);
+        let variables = template
+            .map_err(|error| failed(&error))?
+            .undeclared_variables(false);
         let bos_token = facts.bos_token.clone();
         let eos_token = facts.eos_token.clone();
         let taken = [Some(source), bos_token.as_deref(), eos_token.as_deref()]
@@ -130,6 +142,7 @@ impl ChatTemplate {
         let controls = ControlTexts::new(controls).map_err(|error| failed(&error))?;
         Ok(Self {
             environment,
+            variables,
             controls,
             bos_token,
             eos_token,
@@ -145,6 +158,34 @@ impl ChatTemplate {
         if let Some(name) = kwargs.keys().find(|name| RESERVED.contains(&name.as_str())) {
             return Err(ChatError::ReservedKwarg(name.clone()));
         }
+        if let Some(name) = kwargs.keys().find(|name| !self.variables.contains(*name)) {
+            return Err(ChatError::UnknownKwarg(name.clone()));
+        }
+        let rendered = self.write(messages, &kwargs)?;
+        if let Some(named) = messages.iter().position(|message| message.name.is_some()) {
+            // Of no use when another name leaves the text the same.
+            let text_with = |name: &str| {
+                let renamed = |message: &ChatMessage| ChatMessage {
+                    name: message.name.as_ref().map(|_| name.to_owned()),
+                    ..message.clone()
+                };
+                let messages: Vec<ChatMessage> = messages.iter().map(renamed).collect();
+                self.write(&messages, &kwargs).map(|rendered| rendered.text)
+            };
+            if let (Ok(one), Ok(other)) = (text_with("A"), text_with("B"))
+                && one == other
+            {
+                return Err(ChatError::UnusedName(named));
+            }
+        }
+        Ok(rendered)
+    }
+
+    fn write(
+        &self,
+        messages: &[ChatMessage],
+        kwargs: &Map<String, serde_json::Value>,
+    ) -> Result<Rendered, ChatError> {
         let mut taken = self.taken.clone();
         for message in messages {
             let strings = [
@@ -164,7 +205,7 @@ impl ChatTemplate {
             strings_of(value, &mut |string| taken.extend(Guard::taken(string)));
         });
         let mut guard = Guard::new(&self.controls, taken);
-        let variables = self.variables(messages, &kwargs, &mut guard)?;
+        let variables = self.variables(messages, kwargs, &mut guard)?;
 
         let mut environment = self.environment.clone();
         let input_bytes: usize = messages

@@ -87,11 +87,16 @@ proptest! {
     fn no_content_becomes_a_control_token(contents in prop::collection::vec((awkward_text(), awkward_text()), 1..4)) {
         for (index, text) in TRAPPED.iter().enumerate() {
             let control = |content: &dyn Fn(&str) -> String| {
-                let messages: Vec<ChatMessage> = contents
+                let mut messages: Vec<ChatMessage> = contents
                     .iter()
                     .map(|(first, second)| ChatMessage { name: Some(content(second)), ..message("user", &content(first)) })
                     .collect();
-                let ids = text.encode_chat(&messages, Map::new()).unwrap();
+                let ids = text.encode_chat(&messages, Map::new()).or_else(|error| {
+                    assert!(matches!(error, ChatError::UnusedName(_)), "{error}");
+                    messages.iter_mut().for_each(|message| message.name = None);
+                    text.encode_chat(&messages, Map::new())
+                });
+                let ids = ids.unwrap();
                 ids.into_iter().filter(|id| *id <= 2).collect::<Vec<u32>>()
             };
             prop_assert_eq!(control(&|text| text.to_owned()), control(&|_| "x".to_owned()), "template {}", index);
@@ -252,8 +257,35 @@ fn conversations_are_refused_with_a_reason() {
         chat(&text, "user", json!({})),
         chat(&text, "user", json!({"messages": []})),
         chat(&text, "user", json!({"bos_token": "<|im_start|>"})),
+        chat(&text, "user", json!({"enable_thinking": false})),
     ];
     insta::assert_snapshot!(errors.join("\n"));
+}
+
+#[test]
+fn a_name_is_taken_only_by_a_template_that_uses_it() {
+    let conversation = [
+        message("system", "hi"),
+        ChatMessage {
+            name: Some("Ann".to_owned()),
+            ..message("user", "hi")
+        },
+    ];
+    let encode = |template: &str| {
+        let text = build(&tokenizer_json("byte-level"), Some(template));
+        let ids = text.encode_chat(&conversation, Map::new())?;
+        Ok::<_, ChatError>(text.decode(&ids))
+    };
+    let used =
+        encode("{% for message in messages %}{{ message.name or message.role }} {% endfor %}");
+    assert_eq!(used.unwrap(), "system Ann ");
+    // Of another thing.
+    let unused =
+        encode("{% for message in messages %}{{ message.content }}{{ tools.name }}{% endfor %}");
+    assert!(
+        matches!(unused, Err(ChatError::UnusedName(1))),
+        "{unused:?}"
+    );
 }
 
 #[test]

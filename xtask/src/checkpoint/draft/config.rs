@@ -119,6 +119,7 @@ pub fn read(mut top: Fields, allowed: &[String]) -> anyhow::Result<DraftConfig> 
         "config.json: num_hidden_layers is {layers}, allowed are 1 to {}",
         DecoderConfig::MAX_LAYERS
     );
+    let vocab_size = top.required_size("vocab_size")?;
     let hidden_size = top.required_size("hidden_size")?;
     if let Some(target_hidden_size) = top.size("target_hidden_size")? {
         ensure!(
@@ -153,7 +154,7 @@ pub fn read(mut top: Fields, allowed: &[String]) -> anyhow::Result<DraftConfig> 
 
     let Settings { nested, mut top } = settings;
     let config = DraftConfig {
-        vocab_size: top.required_size("vocab_size")?,
+        vocab_size,
         hidden_size,
         intermediate_size: top.required_size("intermediate_size")?,
         layers,
@@ -166,8 +167,11 @@ pub fn read(mut top: Fields, allowed: &[String]) -> anyhow::Result<DraftConfig> 
         attention,
         attention_bias: top.flag("attention_bias")?.unwrap_or(false),
         block_size,
-        mask_token_id: u32::try_from(mask_token_id)
-            .with_context(|| format!("config.json: mask_token_id {mask_token_id} is no token"))?,
+        mask_token_id: u32::try_from(mask_token_id).with_context(|| {
+            format!(
+                "config.json: mask_token_id {mask_token_id} is no token, vocab_size is {vocab_size}"
+            )
+        })?,
         target_layer_ids,
         num_target_layers,
         input_embedding_scale,

@@ -230,6 +230,10 @@ fn settings_that_are_not_supported_are_refused_by_name() {
     );
     nested(json!({"mask_token_id": null}), "mask_token_id is missing");
     nested(
+        json!({"mask_token_id": 1_u64 << 40}),
+        "mask_token_id 1099511627776 is no token, vocab_size is 128",
+    );
+    nested(
         json!({"conv_kernel_size": null}),
         "conv_kernel_size is missing",
     );
