@@ -24,6 +24,7 @@ pub mod ops;
 pub mod reload;
 pub mod service;
 pub mod systemd;
+pub mod telemetry;
 pub mod text;
 pub mod tls;
 mod watch;

@@ -1,6 +1,7 @@
 //! The log of operators: records of `tracing` as lines of text or JSON, on standard error or in a file.
 //!
 //! It owns which records are written and where to; [`LogControl`] changes both while the server runs.
+//! The spans that [`crate::telemetry`] exports pass through here as well: those of requests always, those of engine steps at level debug.
 //! Prompts and completions never come here.
 
 use std::fs::{File, OpenOptions};
@@ -10,13 +11,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tracing::{Level, Subscriber};
 use tracing_subscriber::Registry;
-use tracing_subscriber::filter::Targets;
+use tracing_subscriber::filter::{FilterExt as _, Targets, filter_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::config::{LogFormat, Logging};
+use crate::telemetry::Telemetry;
 
 /// The log file can't be had.
 #[derive(Debug, thiserror::Error)]
@@ -35,8 +37,8 @@ pub struct LogError {
 /// # Panics
 ///
 /// The process has a log already.
-pub fn start(logging: &Logging) -> Result<LogControl, LogError> {
-    let (subscriber, control) = subscriber(logging)?;
+pub fn start(logging: &Logging, telemetry: Option<&Telemetry>) -> Result<LogControl, LogError> {
+    let (subscriber, control) = subscriber(logging, telemetry)?;
     subscriber.init();
     Ok(control)
 }
@@ -44,7 +46,8 @@ pub fn start(logging: &Logging) -> Result<LogControl, LogError> {
 /// Changes a log while it is in use.
 #[derive(Clone)]
 pub struct LogControl {
-    filter: reload::Handle<Targets, Registry>,
+    records: reload::Handle<Targets, Registry>,
+    spans: reload::Handle<Targets, Registry>,
     file: Option<Arc<LogFile>>,
 }
 
@@ -52,7 +55,8 @@ impl LogControl {
     /// Logs records of `level` and more severe ones from now on.
     pub fn set_level(&self, level: Level) {
         // It fails only once the subscriber is gone, when nothing is logged any more.
-        let _ = self.filter.reload(filter(level));
+        let _ = self.records.reload(filter(level));
+        let _ = self.spans.reload(filter_of_spans(level));
     }
 
     /// Opens the log file by its name again, so that one that was moved away is no longer written to. Without a file it does nothing.
@@ -67,6 +71,7 @@ impl LogControl {
 
 fn subscriber(
     logging: &Logging,
+    telemetry: Option<&Telemetry>,
 ) -> Result<(impl Subscriber + Send + Sync + use<>, LogControl), LogError> {
     let file = logging.path.as_deref().map(LogFile::open).transpose()?;
     let file = file.map(Arc::new);
@@ -80,20 +85,27 @@ fn subscriber(
         .with_writer(writer);
     let output = match logging.format {
         LogFormat::Text => output.boxed(),
-        // The innermost span alone: the fields of those around it are its own as well.
+        // A record belongs to one span, that of a request or of a step; they are not nested.
         LogFormat::Json => output
             .json()
             .flatten_event(true)
             .with_span_list(false)
             .boxed(),
     };
-    let (filter, handle) = reload::Layer::new(filter(logging.level));
-    let subscriber = tracing_subscriber::registry().with(output.with_filter(filter));
+    let (records, records_handle) = reload::Layer::new(filter(logging.level));
+    let (spans, spans_handle) = reload::Layer::new(filter_of_spans(logging.level));
+    let mut layers = vec![output.with_filter(records).boxed()];
+    if let Some(telemetry) = telemetry {
+        // Records are in the log already.
+        let spans = spans.and(filter_fn(|metadata| metadata.is_span()));
+        layers.push(telemetry.layer().with_filter(spans).boxed());
+    }
     let control = LogControl {
-        filter: handle,
+        records: records_handle,
+        spans: spans_handle,
         file,
     };
-    Ok((subscriber, control))
+    Ok((tracing_subscriber::registry().with(layers), control))
 }
 
 /// What is logged at a level of ours. The libraries below have much to say that is of no use to an operator, until one looks for a fault.
@@ -111,6 +123,11 @@ fn filter(level: Level) -> Targets {
             (level > Level::INFO).then_some(level),
         )
         .with_target("outrider", level)
+}
+
+/// Spans that are exported at a level of ours; those of requests are of use however little is logged.
+fn filter_of_spans(level: Level) -> Targets {
+    Targets::new().with_target("outrider", level.max(Level::INFO))
 }
 
 /// A file that records are appended to, each by one writer at a time.
@@ -192,11 +209,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let moved = dir.path().join("log.1");
-        let (subscriber, control) = subscriber(&Logging {
-            level: Level::INFO,
-            format: LogFormat::Text,
-            path: Some(path.clone()),
-        })
+        let (subscriber, control) = subscriber(
+            &Logging {
+                level: Level::INFO,
+                format: LogFormat::Text,
+                path: Some(path.clone()),
+            },
+            None,
+        )
         .unwrap();
         tracing::subscriber::with_default(subscriber, || {
             tracing::debug!("too much");
@@ -224,11 +244,14 @@ mod tests {
         let path = dir.path().join("logs").join("log");
         let moved = dir.path().join("moved");
         std::fs::create_dir(path.parent().unwrap()).unwrap();
-        let (subscriber, control) = subscriber(&Logging {
-            level: Level::INFO,
-            format: LogFormat::Text,
-            path: Some(path.clone()),
-        })
+        let (subscriber, control) = subscriber(
+            &Logging {
+                level: Level::INFO,
+                format: LogFormat::Text,
+                path: Some(path.clone()),
+            },
+            None,
+        )
         .unwrap();
         tracing::subscriber::with_default(subscriber, || {
             std::fs::rename(path.parent().unwrap(), &moved).unwrap();

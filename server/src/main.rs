@@ -13,6 +13,7 @@ use outrider_bundle::manifest::Manifest;
 use outrider_server::config::{self, Config, Sources};
 use outrider_server::launch::{Files, Launch, LaunchError};
 use outrider_server::service::{self, Ending};
+use outrider_server::telemetry::Telemetry;
 use outrider_server::{auth, loader, logging};
 
 /// OpenAI-compatible ONNX Runtime server with block-parallel drafting and unchanged output.
@@ -191,7 +192,12 @@ fn fail(failure: Failure, error: impl fmt::Display) -> ExitCode {
 }
 
 fn serve(config: Config, sources: Sources) -> Result<(), ExitCode> {
-    let log = logging::start(&config.logging).map_err(|error| fail(Failure::Unavailable, error))?;
+    let telemetry = config.otlp_endpoint.as_deref().map(Telemetry::start);
+    let telemetry = telemetry
+        .transpose()
+        .map_err(|error| fail(Failure::Config, error))?;
+    let log = logging::start(&config.logging, telemetry.as_ref())
+        .map_err(|error| fail(Failure::Unavailable, error))?;
     log_start(&config);
     // Both sockets are bound before anything slow begins, so that callers and probes get an answer from the first moment on.
     let launch = Launch::new(config, sources, Some(log)).map_err(|error| {
@@ -203,6 +209,9 @@ fn serve(config: Config, sources: Sources) -> Result<(), ExitCode> {
     })?;
 
     let ending = actix_web::rt::System::new().block_on(service::run(launch, loader::load));
+    if let Some(telemetry) = telemetry {
+        telemetry.end();
+    }
     match ending {
         Ok(Ending::Stopped) => Ok(()),
         Ok(Ending::CannotServe(reason)) => {

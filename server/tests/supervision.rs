@@ -80,7 +80,7 @@ fn serve(path: PathBuf) {
         ..Sources::default()
     };
     let config = Config::load(&sources).unwrap();
-    let log = logging::start(&config.logging).unwrap();
+    let log = logging::start(&config.logging, None).unwrap();
     let launch = Launch::new(config, sources, Some(log)).unwrap();
     let admin = match &launch.admin_listener {
         Listener::Tcp(listener) => listener.local_addr().unwrap().to_string(),

@@ -86,6 +86,18 @@ pub fn a_graph_that_lacks_an_input_stops_the_start_and_names_it(_: &Servers) -> 
     Ok(())
 }
 
+/// The runtime of the tests knows no other provider than the processor, which must not stand in for a device that was asked for.
+pub fn a_device_that_cannot_be_had_stops_the_start(_: &Servers) -> anyhow::Result<()> {
+    let bundle = reference::find(&fixtures::workspace()?, Precision::Int8)?;
+    let settings = [("serving.runtime.execution_provider", "cuda")];
+    let log = refused(&bundle, &settings)?;
+    assert!(
+        log.to_lowercase().contains("cuda"),
+        "the provider is not named: {log}"
+    );
+    Ok(())
+}
+
 /// The log of a server that refuses the bundle with the exit code for it.
 pub fn refused(bundle: &Path, settings: &[(&str, &str)]) -> anyhow::Result<String> {
     let library = fixtures::onnxruntime(&fixtures::workspace()?)?;

@@ -11,6 +11,7 @@ mod front_door;
 mod goldens;
 mod lifecycle;
 mod measures;
+mod observability;
 mod openai;
 mod smoke;
 mod speculation;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         bundles::{
             a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
             a_graph_that_lacks_an_input_stops_the_start_and_names_it,
+            a_device_that_cannot_be_had_stops_the_start,
         },
         determinism::{
             fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,
@@ -85,6 +87,9 @@ fn main() -> ExitCode {
         measures::{
             int8_perplexity_is_within_three_percent_of_fp32,
             fp32_memory_is_little_more_than_weights_and_kv_slab,
+        },
+        observability::{
+            a_request_can_be_followed_from_caller_to_collector_log_and_audit_log,
         },
         openai::{the_official_client_is_served},
         smoke::{

@@ -164,6 +164,17 @@ impl Server {
         self.process.wait(deadline)
     }
 
+    /// Asks the server to stop and waits until it has.
+    pub fn stop(self) -> anyhow::Result<()> {
+        let log = self.process.log_tail();
+        let status = self.process.stop(START_DEADLINE)?;
+        if status.success() {
+            Ok(())
+        } else {
+            bail!("the server ended with {status}: {log}")
+        }
+    }
+
     /// The process itself.
     pub fn process(&self) -> &ServerProcess {
         &self.process

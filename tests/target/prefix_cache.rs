@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use outrider_server::engine::{
     self, Clock, Draft, EngineLimits, EngineOptions, Event, Loaded, Phase, Request, Sampling,
-    SpeculativeUsage, TextSink, TokenLogprobs,
+    SpeculativeUsage, TextSink, TokenLogprobs, Trace,
 };
 use outrider_server::model::probe::probe;
 
@@ -110,6 +110,7 @@ fn requests(speculative: bool) -> Vec<Request> {
                     logprobs: Some(3),
                     prompt_logprobs: None,
                     speculative,
+                    trace: Trace::default(),
                 });
             }
         }

@@ -34,6 +34,8 @@ pub struct Record {
     pub parameters: Option<Parameters>,
     /// Tokens of all prompts, each counted once.
     pub prompt_tokens: Option<usize>,
+    /// Those of them that were computed for an earlier request already, of the completions that ended.
+    pub cached_tokens: usize,
     /// How drafting went.
     pub speculation: Option<Speculation>,
     /// Tokens generated, over all completions, also where the answer was cut short.

@@ -29,6 +29,7 @@ fn record(request_id: &str) -> Record {
         stream: Some(false),
         parameters: None,
         prompt_tokens: Some(2),
+        cached_tokens: 1,
         speculation: Some(Speculation::default()),
         completion_tokens: 3,
         finish_reasons: vec![Some("stop"), None],

@@ -67,6 +67,8 @@ pub enum Kind {
     Address,
     /// An IP address and a port, or a socket in the file system.
     Endpoint,
+    /// The URL of an HTTP service.
+    Url,
     /// One of these names.
     OneOf(&'static [&'static str]),
     /// A whole number within these bounds.
@@ -92,6 +94,7 @@ impl fmt::Display for Kind {
             Self::Endpoint => f.write_str(
                 "an IP address and a port, or unix: and the absolute path of a socket, such as unix:/run/outrider/admin.sock",
             ),
+            Self::Url => f.write_str("a URL that begins with http:// or https://"),
             Self::OneOf([name]) => f.write_str(name),
             Self::OneOf(names) => {
                 f.write_str("one of ")?;
@@ -433,7 +436,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         path: "serving.telemetry.otlp_endpoint",
-        kind: Kind::Text,
+        kind: Kind::Url,
         default: Default::Unset("nothing is exported"),
         help: "URL of an OpenTelemetry collector that spans are sent to, OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.",
     },

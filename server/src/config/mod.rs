@@ -15,6 +15,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use actix_web::http::Uri;
 use figment::Figment;
 use figment::value::{Dict, Num, Value};
 
@@ -569,9 +570,12 @@ fn read(kind: Kind, value: &Value, carries_text: bool) -> Option<Scalar> {
     match value {
         Value::String(_, text) if carries_text => read_text(kind, text),
         Value::String(_, text) => match kind {
-            Kind::Text | Kind::Path | Kind::Address | Kind::Endpoint | Kind::OneOf(_) => {
-                read_text(kind, text)
-            }
+            Kind::Text
+            | Kind::Path
+            | Kind::Address
+            | Kind::Endpoint
+            | Kind::Url
+            | Kind::OneOf(_) => read_text(kind, text),
             Kind::Flag | Kind::Integer { .. } | Kind::Share => None,
         },
         Value::Bool(_, flag) if kind == Kind::Flag => Some(Scalar::Flag(*flag)),
@@ -619,6 +623,7 @@ fn read_text(kind: Kind, text: &str) -> Option<Scalar> {
             .parse::<Endpoint>()
             .is_ok()
             .then(|| Scalar::Text(text.to_owned())),
+        Kind::Url => is_http_url(text).then(|| Scalar::Text(text.to_owned())),
         Kind::OneOf(names) => names.contains(&text).then(|| Scalar::Text(text.to_owned())),
         Kind::Integer { min, max } => text
             .parse()
@@ -631,6 +636,11 @@ fn read_text(kind: Kind, text: &str) -> Option<Scalar> {
             .filter(|value| is_share(*value))
             .map(Scalar::Share),
     }
+}
+
+fn is_http_url(text: &str) -> bool {
+    text.parse::<Uri>()
+        .is_ok_and(|url| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some())
 }
 
 fn show(value: &Value) -> String {

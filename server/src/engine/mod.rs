@@ -14,6 +14,7 @@ pub mod status;
 mod step;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod walk;
 mod width;
 
@@ -23,6 +24,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tracing::field::Empty;
 
 pub use clock::Clock;
 pub use request::{
@@ -33,6 +35,7 @@ pub use sequence::TextSink;
 pub use slots::KvRows;
 pub use speculation::Draft;
 pub use status::{Drafting, EngineStatus, LosslessClass, ModelLimits, Phase, SpeculationStatus};
+pub use trace::Trace;
 
 use crate::model::{ModelError, ProbeReport, Target, TargetShape};
 use queue::{Queue, Waiting};
@@ -307,9 +310,6 @@ struct Ended<'a> {
 impl Ended<'_> {
     fn with(mut self, result: Result<(), ModelError>) {
         self.fault = result.err().map(|error| error.to_string());
-        if let Some(fault) = &self.fault {
-            tracing::error!(fault, "the engine could not start");
-        }
     }
 }
 
@@ -387,10 +387,16 @@ fn run(
         }
         if stepper.running() > 0 {
             let started = Instant::now();
-            let step = stepper.step(
-                shared.speculate.load(Ordering::Relaxed),
-                limits.prefill_chunk_tokens,
+            let speculate = shared.speculate.load(Ordering::Relaxed);
+            let span = tracing::debug_span!(
+                "step",
+                running = trace::count(stepper.running()),
+                prompt_tokens = Empty,
+                committed_tokens = Empty
             );
+            let step = span.in_scope(|| stepper.step(speculate, limits.prefill_chunk_tokens));
+            span.record("prompt_tokens", trace::count(step.prefill_tokens))
+                .record("committed_tokens", trace::count(step.committed_tokens));
             let elapsed = started.elapsed();
             let in_models = step.prefill_time + step.verify_time + step.draft_time;
             metrics::histogram!("outrider_step_seconds").record(elapsed.as_secs_f64());

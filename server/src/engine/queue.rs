@@ -32,6 +32,7 @@ impl Waiting {
     /// Tells the caller that the request failed.
     pub(super) fn fail(self, error: EngineError) {
         super::count_failure(&error);
+        drop(self.request);
         // A caller that is gone needs no answer.
         let _ = self.events.send(Event::Failed(error));
     }

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::trace::Trace;
+
 /// One request for one completion. A caller that wants `n` completions submits `n` requests with different seeds.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -30,6 +32,8 @@ pub struct Request {
     pub prompt_logprobs: Option<usize>,
     /// Whether drafting may be used for this request.
     pub speculative: bool,
+    /// Follows it through the engine.
+    pub trace: Trace,
 }
 
 /// How the next token is chosen from the target's logits: a pure function of them, these values, the seed and the position.

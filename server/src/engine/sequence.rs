@@ -14,6 +14,7 @@ use super::request::{
 };
 use super::sampler::Context;
 use super::speculation::SequenceDraft;
+use super::trace::Trace;
 
 /// Turns committed tokens into text, and watches for stop strings.
 pub trait TextSink: Send {
@@ -70,13 +71,14 @@ pub(super) enum Progress {
 
 impl Sequence {
     pub(super) fn new(
-        request: Request,
+        mut request: Request,
         events: UnboundedSender<Event>,
         text: Box<dyn TextSink>,
         running: Running,
         admitted: Instant,
     ) -> Self {
         let tokens = request.prompt.clone();
+        request.trace.prefill(tokens.len());
         Self {
             request,
             events,
@@ -208,6 +210,9 @@ impl Sequence {
         debug_assert!(self.remaining_tokens() > 0);
         self.record_time(now);
         self.tokens.push(id);
+        if self.generated() == 1 {
+            self.request.trace.decode();
+        }
         if !self.request.ignore_eos && eos.contains(&id) {
             self.send(Event::Token {
                 id,
@@ -240,6 +245,7 @@ impl Sequence {
     pub(super) fn fail(&mut self, error: EngineError) {
         super::count_failure(&error);
         self.running = None;
+        self.request.trace = Trace::default();
         self.send(Event::Failed(error));
     }
 
@@ -257,6 +263,7 @@ impl Sequence {
             completion_tokens: self.generated(),
             speculative: self.usage,
         };
+        self.request.trace.finished(&usage);
         self.send(Event::Finished {
             reason,
             text,

@@ -454,7 +454,12 @@ impl Stepper {
                 Err(error) => {
                     report.failed += 1;
                     if let Some(sequence) = self.slots.sequence_mut(slot) {
-                        tracing::warn!(request_id = sequence.request().id, %error, "request failed");
+                        tracing::warn!(
+                            parent: sequence.request().trace.request(),
+                            completion = sequence.request().id,
+                            %error,
+                            "completion failed"
+                        );
                         sequence.fail(error);
                     }
                     self.release(slot, false);

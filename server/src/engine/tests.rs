@@ -137,6 +137,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
         id: "test".to_owned(),
         caller: "caller".into(),
         arrived: Instant::now(),
+        trace: Trace::default(),
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: Sampling {
@@ -336,6 +337,26 @@ fn a_dropped_receiver_frees_its_slot_and_harms_nobody() {
     assert_eq!(collect(third), simulate(&request(&[9], 5)));
     assert_eq!(collect(receiver), simulate(&other));
     wait_until(|| handle.status().running == 0);
+    handle.drain();
+    thread.join().expect("the engine ends");
+}
+
+#[test]
+fn one_logit_that_is_no_number_fails_its_request_only_and_nothing_of_it_is_sent() {
+    let (handle, thread) = start_with(FakeTarget::new(4, 256).poisoned_by(&[7, 42]), 8, 16);
+    let good = Request {
+        ignore_eos: true,
+        ..request(&[1, 2], 100)
+    };
+    let before = handle.submit(good.clone()).expect("fits");
+    let bad = collect(handle.submit(request(&[7, 42], 5)).expect("fits"));
+    assert_eq!(bad.end, Some(Err(EngineError::NonFiniteLogits)));
+    assert!(bad.ids.is_empty());
+    assert_eq!(collect(before), simulate(&good));
+    assert_eq!(
+        collect(handle.submit(good.clone()).expect("fits")),
+        simulate(&good)
+    );
     handle.drain();
     thread.join().expect("the engine ends");
 }

@@ -16,6 +16,10 @@ use actix_web::middleware::Next;
 use actix_web::{Error, HttpMessage, HttpRequest, ResponseError, web};
 use bytes::Bytes;
 use jiff::Timestamp;
+use opentelemetry::trace::Status;
+use tracing::field::Empty;
+use tracing::{Instrument as _, Span};
+use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use super::State;
 use super::backend::Backend;
@@ -27,7 +31,7 @@ use super::params::Generation;
 use super::shape::UsageBody;
 use crate::audit;
 use crate::engine::{Event, Sampling};
-use crate::metrics;
+use crate::{metrics, telemetry};
 
 /// Header that carries the identifier of a request, in and out.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -43,9 +47,12 @@ const CLIENT_GONE: u16 = 499;
 pub struct AccessRecord(Rc<RefCell<Record>>);
 
 struct Record {
+    span: Span,
     state: web::Data<State>,
     request_id: String,
     caller: Caller,
+    /// Whether `caller` is the one that authentication found, if it asks for one.
+    caller_is_known: bool,
     method: &'static str,
     route: String,
     time: Timestamp,
@@ -72,9 +79,19 @@ impl AccessRecord {
         self.0.borrow().request_id.clone()
     }
 
+    /// The span of the request.
+    pub fn span(&self) -> Span {
+        self.0.borrow().span.clone()
+    }
+
     /// Notes who the request is from, once that is known.
     pub fn caller(&self, request: &HttpRequest) {
-        self.0.borrow_mut().caller = Caller::of(request);
+        let mut record = self.0.borrow_mut();
+        if !record.caller_is_known {
+            record.caller = Caller::of(request);
+            record.caller_is_known = true;
+            record.span.record("caller", &*record.caller.0);
+        }
     }
 
     /// Notes the body of the request.
@@ -118,7 +135,7 @@ impl AccessRecord {
         record.code = Some(error.code().as_str());
         if let Some(cause) = error.log() {
             tracing::error!(
-                request_id = record.request_id,
+                parent: &record.span,
                 code = error.code().as_str(),
                 cause,
                 "request failed"
@@ -128,6 +145,24 @@ impl AccessRecord {
 }
 
 impl Record {
+    /// What only exported spans say, in the names of OpenTelemetry's conventions; the log has it in the line of the request.
+    fn close_span(&self, status: u16) {
+        self.span.set_attribute("http.request.method", self.method);
+        self.span
+            .set_attribute("http.response.status_code", i64::from(status));
+        let tokens = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        if self.usage.prompt_tokens > 0 {
+            self.span
+                .set_attribute("prompt_tokens", tokens(self.usage.prompt_tokens));
+            self.span
+                .set_attribute("completion_tokens", tokens(self.usage.completion_tokens));
+        }
+        if let Some(code) = self.code {
+            self.span.set_attribute("error.type", code);
+            self.span.set_status(Status::error(code));
+        }
+    }
+
     fn audit(&mut self, status: u16, seconds: f64) {
         let (Some(log), Some(facts)) = (self.state.audit(), self.facts.take()) else {
             return;
@@ -144,6 +179,7 @@ impl Record {
             stream: None,
             parameters: None,
             prompt_tokens: None,
+            cached_tokens: 0,
             speculation: None,
             completion_tokens: 0,
             finish_reasons: Vec::new(),
@@ -167,9 +203,8 @@ impl Drop for Record {
         let seconds = self.began.elapsed().as_secs_f64();
         metrics::http_request(self.method, &self.route, status, self.code, seconds);
         tracing::info!(
-            request_id = self.request_id,
+            parent: &self.span,
             method = self.method,
-            route = self.route,
             status,
             code = self.code,
             prompt_tokens = self.usage.prompt_tokens,
@@ -179,6 +214,7 @@ impl Drop for Record {
             seconds,
             "request"
         );
+        self.close_span(status);
         self.audit(status, seconds);
         // Last: who waits for the drain may end the logs next.
         self.state.drain().leave();
@@ -200,6 +236,12 @@ pub async fn observe(
         // Without the expression that says what a parameter may hold.
         |pattern| pattern.replace(":.+}", "}"),
     );
+    // At the level of an error, so that errors within it are logged with it at every level.
+    let span = tracing::error_span!("request", request_id, route, caller = Empty);
+    let header = |name: &str| request.headers().get(name)?.to_str().ok();
+    let parent = telemetry::parent(header("traceparent"), header("tracestate"));
+    // It fails where no spans are exported, which is no fault.
+    let _ = span.set_parent(parent);
     let facts = state
         .audit()
         .filter(|_| is_generation(request.method(), &route))
@@ -207,9 +249,11 @@ pub async fn observe(
     state.drain().enter();
     let draining = state.drain().draining();
     let record = AccessRecord(Rc::new(RefCell::new(Record {
+        span: span.clone(),
         state,
         request_id: request_id.clone(),
         caller: Caller::of(request.request()),
+        caller_is_known: false,
         method: method_name(request.method()),
         route,
         time: Timestamp::now(),
@@ -231,7 +275,11 @@ pub async fn observe(
         record.failed(&error);
         request.into_response(response)
     } else {
-        let response = next.call(request).await?.map_into_boxed_body();
+        let response = next
+            .call(request)
+            .instrument(span)
+            .await?
+            .map_into_boxed_body();
         if let Some(error) = response
             .response()
             .error()
@@ -302,7 +350,8 @@ impl MessageBody for Observed {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Bytes, Self::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_next(cx);
+        let span = self.record.span();
+        let polled = span.in_scope(|| Pin::new(&mut self.body).poll_next(cx));
         if let Poll::Ready(None) = polled {
             self.record.0.borrow_mut().complete = true;
         }

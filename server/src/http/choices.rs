@@ -14,7 +14,9 @@ use super::backend::{Backend, ModelCard};
 use super::caller::Caller;
 use super::error::ApiError;
 use super::params::Generation;
-use crate::engine::{EngineError, Event, FinishReason, Request, Sampling, TokenLogprobs, Usage};
+use crate::engine::{
+    EngineError, Event, FinishReason, Request, Sampling, TokenLogprobs, Trace, Usage,
+};
 use crate::metrics;
 
 /// A tokenised prompt.
@@ -116,6 +118,7 @@ impl Choices {
                     logprobs: generation.logprobs,
                     prompt_logprobs,
                     speculative: plan.speculative,
+                    trace: Trace::waiting(record.span()),
                 };
                 let events = backend
                     .submit(request)

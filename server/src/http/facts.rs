@@ -135,6 +135,12 @@ impl Facts {
         record.completion_tokens = self.choices.iter().map(|choice| choice.tokens).sum();
         record.first_token_seconds = self.first_token.map(|time| time.as_secs_f64());
         if let Some(asked) = self.asked {
+            // The first completion of each prompt says what was there before; the others find what it computed.
+            let firsts = self.choices.iter().step_by(asked.parameters.n);
+            record.cached_tokens = firsts
+                .filter_map(|choice| choice.usage)
+                .map(|usage| usage.cached_tokens)
+                .sum();
             let finished = self.choices.iter().filter_map(|choice| choice.usage);
             let drafting = finished.fold(
                 Speculation {

@@ -9,6 +9,7 @@ use actix_web::http::header;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
 use futures_util::future::{Either, select};
 use serde_json::Value;
+use tracing::Span;
 
 use super::State;
 use super::access::AccessRecord;
@@ -108,7 +109,9 @@ async fn complete(
             None
         };
         let backend = backend.clone();
+        let span = Span::current();
         web::block(move || {
+            let _entered = span.entered();
             let prepared = prepare(&*backend, body::json(&body)?, limits);
             // Kept to here, not in the handler: a client that leaves does not stop the work.
             drop(turn);

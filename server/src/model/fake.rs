@@ -23,6 +23,7 @@ pub(crate) struct FakeTarget {
     taps: Option<(Vec<f32>, usize, usize)>,
     /// Added to one logit of every row, to play kernels that depend on shape or content.
     disturbance: fn(&Batch) -> f32,
+    poison: Vec<u32>,
     /// Called before each pass; may fail or panic.
     before: Hook,
 }
@@ -43,6 +44,7 @@ impl FakeTarget {
             logits: Vec::new(),
             taps: None,
             disturbance: |_| 0.0,
+            poison: Vec::new(),
             before: Box::new(|_| Ok(())),
         }
     }
@@ -73,6 +75,12 @@ impl FakeTarget {
         self
     }
 
+    /// One logit after a sequence of these tokens is not a number.
+    pub(crate) fn poisoned_by(mut self, tokens: &[u32]) -> Self {
+        self.poison = tokens.to_vec();
+        self
+    }
+
     /// The logits after these tokens.
     pub(crate) fn logits_after(tokens: &[u32]) -> Vec<f32> {
         let mut state = tokens
@@ -99,6 +107,7 @@ impl Target for FakeTarget {
         assert!(batch.first_slot + batch.rows.len() <= self.shape.slots);
         (self.before)(batch)?;
         let disturbance = (self.disturbance)(batch);
+        let poison = self.poison.clone();
         self.logits.clear();
         let mut taps = Vec::new();
         for (
@@ -134,6 +143,9 @@ impl Target for FakeTarget {
             let rows = logits.clone().map(|row| {
                 let mut logits = Self::logits_after(&cache[..start + row + 1]);
                 logits[0] += disturbance;
+                if cache[..start + row + 1] == poison {
+                    logits[1] = f32::NAN;
+                }
                 logits
             });
             self.logits.push(rows.collect());

@@ -7,7 +7,7 @@ use std::time::Duration;
 use outrider_server::engine::{
     Drafting, EngineLimits, EngineStatus, Event, FinishReason, KvRows, LosslessClass, ModelLimits,
     Phase, Request, SpeculationError, SpeculationStatus, SpeculativeUsage, SubmitError,
-    TokenLogprobs, Usage,
+    TokenLogprobs, Trace, Usage,
 };
 use outrider_server::http::backend::{Backend, DraftCard, ModelCard};
 use outrider_server::text::{ChatError, ChatMessage, EncodeError};
@@ -158,7 +158,11 @@ impl Backend for FakeBackend {
                 context_tokens: CONTEXT_TOKENS,
             });
         }
-        self.requests.lock().unwrap().push(request.clone());
+        self.requests.lock().unwrap().push(Request {
+            // A span ends when the last who knows of it is gone.
+            trace: Trace::default(),
+            ..request.clone()
+        });
         (self.answer)(&request)
     }
 
