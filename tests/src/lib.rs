@@ -8,3 +8,6 @@ pub mod fixtures;
 pub mod fuzz;
 pub mod scenario;
 pub mod servers;
+
+#[cfg(test)]
+mod known_faults;
