@@ -31,6 +31,18 @@ fn free_memory_under(root: &Path) -> io::Result<u64> {
     Ok(left.into_iter().flatten().fold(available, u64::min))
 }
 
+/// Bytes of memory that this process has in RAM.
+///
+/// # Errors
+///
+/// `/proc/self/status` can't be read or lacks `VmRSS`.
+pub fn resident_memory_bytes() -> io::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let resident_kib = value_of(&status, "VmRSS:")
+        .ok_or_else(|| io::Error::other("/proc/self/status has no VmRSS"))?;
+    Ok(resident_kib.saturating_mul(1024))
+}
+
 /// What a memory cgroup leaves; file pages that nobody uses count as free. `None` without a limit.
 fn cgroup_left(dir: &Path, limit: &str, usage: &str, inactive: &str) -> Option<u64> {
     let number = |name: &str| {
@@ -103,6 +115,12 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "2000000\n"),
         ]);
         assert_eq!(free_memory_under(root.path()).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_process_knows_what_it_has_in_ram() {
+        let resident = resident_memory_bytes().unwrap();
+        assert!((1 << 20..1 << 40).contains(&resident), "{resident}");
     }
 
     #[test]

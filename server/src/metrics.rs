@@ -73,6 +73,7 @@ const KV_ROWS_USED: &str = "outrider_kv_rows_used";
 const DRAFTING: &str = "outrider_drafting";
 const DRAFT_INFO: &str = "outrider_draft_info";
 const MODEL_INFO: &str = "outrider_model_info";
+const RESIDENT_MEMORY: &str = "outrider_resident_memory_bytes";
 const BUILD_INFO: &str = "outrider_build_info";
 
 /// Every metric.
@@ -312,6 +313,12 @@ pub const METRICS: &[Metric] = &[
         help: "Always 1, and there only when a draft is loaded; the labels say which, how many tokens its widest block has, and how many candidates each position",
     },
     Metric {
+        name: RESIDENT_MEMORY,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Memory that the process has in RAM",
+    },
+    Metric {
         name: MODEL_INFO,
         kind: Kind::Gauge,
         labels: &["model", "bundle_digest", "lossless_class"],
@@ -429,6 +436,8 @@ pub struct Snapshot<'a> {
     pub ready: bool,
     /// Requests in flight.
     pub in_flight: usize,
+    /// Memory that the process has in RAM, where the machine says so.
+    pub resident_memory_bytes: Option<u64>,
     /// Latches that have passed, with the time each took.
     pub latches: Vec<(&'static str, f64)>,
     /// The engine, once there is one.
@@ -475,6 +484,9 @@ pub struct DraftInfo<'a> {
 pub fn snapshot(snapshot: &Snapshot<'_>) {
     metrics::gauge!(READY).set(if snapshot.ready { 1.0 } else { 0.0 });
     metrics::gauge!(HTTP_IN_FLIGHT).set(snapshot.in_flight as f64);
+    if let Some(bytes) = snapshot.resident_memory_bytes {
+        metrics::gauge!(RESIDENT_MEMORY).set(bytes as f64);
+    }
     for (latch, seconds) in &snapshot.latches {
         metrics::gauge!(LATCH_SECONDS, "latch" => *latch).set(*seconds);
     }

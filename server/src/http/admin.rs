@@ -21,6 +21,7 @@ use super::{FLUSH_SECONDS, READ, method_not_allowed, not_found};
 use crate::engine::Phase;
 use crate::lifecycle::Latch;
 use crate::listen::{Listener, SocketFile};
+use crate::machine;
 use crate::metrics::{self, DraftInfo, EngineSnapshot, Snapshot};
 use crate::reload::Outcome;
 
@@ -205,6 +206,7 @@ async fn scrape(
     metrics::snapshot(&Snapshot {
         ready: state.is_ready(),
         in_flight: state.drain.in_flight(),
+        resident_memory_bytes: machine::resident_memory_bytes().ok(),
         latches: Latch::ALL
             .into_iter()
             .filter_map(|latch| Some((latch.as_str(), state.startup.passed(latch)?.as_secs_f64())))
