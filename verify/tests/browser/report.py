@@ -23,10 +23,12 @@ WRAPPER = """<!doctype html><title>check</title><pre id="result">nothing</pre>
 document.getElementById("report").addEventListener("load", (event) => {
   const page = event.target.contentDocument;
   const seen = (element) => { const box = element.getBoundingClientRect(); return box.width > 0 && box.height > 0; };
+  // A level curve has no height.
+  const drawn = (shape) => { const box = shape.getBoundingClientRect(); return box.width + box.height > 0; };
   const charts = [...page.querySelectorAll("svg.chart")].map((chart) => ({
     name: chart.getAttribute("aria-label"),
     seen: seen(chart),
-    shapes: [...chart.querySelectorAll("rect, circle, polyline")].filter(seen).length,
+    shapes: [...chart.querySelectorAll("rect, circle, polyline")].filter(drawn).length,
   }));
   const marks = [...page.querySelectorAll("mark")].filter((mark) => mark.textContent);
   const painted = (mark) => getComputedStyle(mark).backgroundColor !== "rgba(0, 0, 0, 0)";
@@ -77,7 +79,7 @@ def main():
         faults.append("the page is wider than its window")
     if arguments.screenshot:
         target = arguments.screenshot.resolve()
-        chromium("--window-size=1100,1500", f"--screenshot={target}", report.as_uri())
+        chromium("--window-size=1000,2250", "--force-device-scale-factor=0.65", f"--screenshot={target}", report.as_uri())
     print(f"{found['title']}: {len(found['charts'])} charts, {found['marks_seen']} marked texts")
     for fault in faults:
         print(f"FAIL  {fault}")

@@ -4,6 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::Output;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -39,6 +40,9 @@ fn run(directory: &Path, endpoint: &str, gate: &str) -> Output {
         &out,
     ])
 }
+
+/// Where a page with charts and differences is left for `verify/tests/browser/report.py`, when this is set.
+const KEPT_PAGE_VARIABLE: &str = "OUTRIDER_VERIFY_KEPT_PAGE";
 
 /// Runs against a service, and gives exit code, report and page.
 fn report(behaviour: Behaviour, gate: &str) -> (i32, Value, String) {
@@ -80,12 +84,16 @@ fn every_verdict_has_its_code_and_differences_stand_side_by_side() {
         page
     };
     let wrong = Behaviour {
-        wrong_one_in: Some(200),
+        wrong_one_in: Some(500),
+        token_time: [Duration::from_micros(900), Duration::from_micros(500)],
         ..Behaviour::default()
     };
     let page = check(wrong, GATE, 1);
     assert!(page.contains("<h4>reference, length, 96 tokens counted</h4>"));
     assert!(page.matches("<mark>").count() >= 2);
+    if let Some(file) = std::env::var_os(KEPT_PAGE_VARIABLE) {
+        fs::write(file, page).unwrap();
+    }
     let never = Behaviour {
         drafts: false,
         ..Behaviour::default()
