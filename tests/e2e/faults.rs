@@ -182,7 +182,7 @@ pub fn a_stop_under_load_lets_every_stream_end_whole_or_with_an_error(
     Ok(())
 }
 
-pub fn files_replaced_under_a_running_server_change_no_answer_and_refuse_the_next_start(
+pub fn files_overwritten_under_a_running_server_change_no_answer_and_refuse_the_next_start(
     _: &Servers,
 ) -> anyhow::Result<()> {
     let bundle = reference::find(&fixtures::workspace()?, Precision::Int8)?;
@@ -199,12 +199,12 @@ pub fn files_replaced_under_a_running_server_change_no_answer_and_refuse_the_nex
 
     let changed = format!("{}.data", manifest.target.graph);
     let file = copy.path().join(&changed);
-    // As tools do it that leave nothing half-written: aside, then renamed.
-    let aside = copy.path().join("aside");
-    let mut bytes = fs::read(&file)?;
-    bytes.iter_mut().for_each(|byte| *byte ^= 0x55);
-    fs::write(&aside, bytes)?;
-    fs::rename(&aside, &file)?;
+    let bytes = fs::read(&file)?;
+    let damaged: Vec<u8> = bytes.iter().map(|byte| byte ^ 0x55).collect();
+    // Into the file itself, as `cp` does it: shorter first, so that a mapping would lose its pages.
+    fs::write(&file, [])?;
+    assert_eq!(whole(&server, Api::Completions, &fields)?, reference);
+    fs::write(&file, damaged)?;
     assert_eq!(whole(&server, Api::Completions, &fields)?, reference);
     drop(server);
 

@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         faults::{
             a_killed_server_cuts_its_streams_off_and_starts_again_as_before,
             a_stop_under_load_lets_every_stream_end_whole_or_with_an_error,
-            files_replaced_under_a_running_server_change_no_answer_and_refuse_the_next_start,
+            files_overwritten_under_a_running_server_change_no_answer_and_refuse_the_next_start,
             ten_thousand_idle_connections_keep_nobody_from_an_answer,
             a_client_that_reads_a_byte_at_a_time_holds_up_nobody,
         },

@@ -1,5 +1,6 @@
 //! How a graph of a bundle becomes an ONNX Runtime session, the same way for the target and for the draft.
 
+use std::io::Cursor;
 use std::path::PathBuf;
 
 use ort::ep;
@@ -7,6 +8,7 @@ use ort::session::Session;
 use ort::session::builder::GraphOptimizationLevel;
 use ort::value::{TensorElementType, ValueType};
 use outrider_bundle::VerifiedBundle;
+use outrider_bundle::facts::GraphFacts;
 use outrider_bundle::manifest::Attention;
 
 use super::{ModelError, runtime};
@@ -44,6 +46,9 @@ pub(super) fn graph_fault(graph: &str, fault: impl Into<String>) -> ModelError {
 }
 
 /// Opens a graph of the bundle; `form` says whether it needs the custom operators.
+///
+/// ONNX Runtime would map the weights from their file, and what is written into that file later would change the answers of a running server.
+/// So it gets bytes instead, and these are the ones that the manifest names.
 pub(super) fn open(
     bundle: &VerifiedBundle,
     graph: &str,
@@ -51,9 +56,14 @@ pub(super) fn open(
     options: &SessionOptions,
 ) -> Result<Session, ModelError> {
     let environment = runtime::environment(&options.library, options.intra_op_threads)?;
-    let path = bundle
-        .path(graph)
-        .ok_or_else(|| graph_fault(graph, "is not a file of the bundle"))?;
+    let read = |file: &str| {
+        bundle
+            .read(file)
+            .map_err(|error| graph_fault(graph, error.to_string()))
+    };
+    let model = read(graph)?;
+    let facts = GraphFacts::from_stream(Cursor::new(&model))
+        .map_err(|error| graph_fault(graph, error.to_string()))?;
     let mut builder = Session::builder(environment)?
         .with_optimization_level(GraphOptimizationLevel::All)
         .map_err(ort::Error::from)?
@@ -76,8 +86,13 @@ pub(super) fn open(
                 .error_on_failure()])
             .map_err(ort::Error::from)?;
     }
+    for (location, file) in facts.external_files.keys().zip(facts.external_paths(graph)) {
+        builder = builder
+            .with_external_initializer_file_in_memory(location, read(&file)?.into())
+            .map_err(ort::Error::from)?;
+    }
     let _registration = runtime::registration();
-    Ok(builder.commit_from_file(path)?)
+    Ok(builder.commit_from_memory(&model)?)
 }
 
 /// Compares the session's inputs and outputs with what the engine drives.
