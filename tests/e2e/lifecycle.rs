@@ -57,7 +57,9 @@ fn rest(mut stream: impl Read) -> anyhow::Result<String> {
 fn record(log: &str) -> anyhow::Result<Value> {
     log.lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-        .find(|record| record["message"] == "request" && record["route"] == "/v1/completions")
+        .find(|record| {
+            record["message"] == "request" && record["span"]["route"] == "/v1/completions"
+        })
         .with_context(|| format!("the stream is not in the log: {log}"))
 }
 

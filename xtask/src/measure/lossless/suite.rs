@@ -54,7 +54,9 @@ pub fn run(
             .set(
                 "serving.speculative.adaptive_width",
                 key.block.adaptive_width,
-            );
+            )
+            // A prompt found in the cache of a request without drafting has no draft context yet, and a short answer can end before there is one.
+            .set("serving.runtime.prefix_cache", key.block.adaptive_width);
         let session = Session::start(&command)
             .with_context(|| format!("cannot start the server for {key:?}"))?;
         report.bundle(ServedBundle {
