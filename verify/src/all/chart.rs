@@ -13,6 +13,8 @@ const RIGHT: f64 = 170.0;
 const ROW: f64 = 30.0;
 const TOP: f64 = 26.0;
 const BOTTOM: f64 = 34.0;
+/// Room for the label of a scale's line.
+const LABEL_WIDTH: f64 = 40.0;
 
 struct Svg {
     text: String,
@@ -84,12 +86,19 @@ pub fn ratios(perf: &Perf) -> Option<String> {
     let height = TOP + rows.len() as f64 * ROW + BOTTOM;
     let mut svg = Svg::new(height, "Speed with drafting as a multiple of that without");
     let end = height - BOTTOM;
+    let mut labelled = f64::NEG_INFINITY;
     for tick in [
         0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0,
     ] {
-        if (least..=most).contains(&tick) {
-            let class = if tick == 1.0 { "axis" } else { "grid" };
-            svg.line(class, (x(tick), TOP - 6.0), (x(tick), end));
+        if !(least..=most).contains(&tick) {
+            continue;
+        }
+        let class = if tick == 1.0 { "axis" } else { "grid" };
+        svg.line(class, (x(tick), TOP - 6.0), (x(tick), end));
+        // On a wide scale the labels around 1 would lie over each other.
+        let crowded = (x(tick) - x(1.0)).abs() < LABEL_WIDTH || x(tick) - labelled < LABEL_WIDTH;
+        if tick == 1.0 || !crowded {
+            labelled = x(tick);
             svg.label("soft middle", x(tick), end + 18.0, &format!("{tick}×"));
         }
     }
