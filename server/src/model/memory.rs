@@ -109,6 +109,21 @@ pub(super) fn release_freed() {
     }
 }
 
+/// Allocations from this size on have pages of their own, which are the system's again as soon as they are freed.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const OWN_PAGES_BYTES: libc::c_int = 1 << 20;
+
+/// Keeps large allocations apart from small ones.
+///
+/// Left to itself, glibc puts ever larger ones among the small ones once some were freed, and a model's weights leave holes there that stay resident.
+pub(super) fn separate_large_allocations() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: `mallopt` changes how later allocations are made and may be called at any time from any thread.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_PAGES_BYTES);
+    }
+}
+
 /// A tensor over `shape` elements of `buffer`, starting `offset_bytes` in. ONNX Runtime reads and writes the memory itself; nothing is copied.
 ///
 /// # Safety

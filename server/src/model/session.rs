@@ -11,6 +11,7 @@ use outrider_bundle::VerifiedBundle;
 use outrider_bundle::facts::GraphFacts;
 use outrider_bundle::manifest::Attention;
 
+use super::memory::separate_large_allocations;
 use super::{ModelError, runtime};
 
 /// Where graphs run.
@@ -55,6 +56,7 @@ pub(super) fn open(
     form: Attention,
     options: &SessionOptions,
 ) -> Result<Session, ModelError> {
+    separate_large_allocations();
     let environment = runtime::environment(&options.library, options.intra_op_threads)?;
     let read = |file: &str| {
         bundle
@@ -69,6 +71,9 @@ pub(super) fn open(
         .map_err(ort::Error::from)?
         // Step shapes change all the time, so a pattern learnt from one of them would only hold memory.
         .with_memory_pattern(false)
+        .map_err(ort::Error::from)?
+        // Weights that an operator has packed for itself are given back; an arena would keep their place.
+        .with_device_allocated_initializers()
         .map_err(ort::Error::from)?;
     if form == Attention::Native {
         builder = builder
