@@ -4,6 +4,7 @@
 //! `/metrics` and `/admin/speculation` ask for a token where tokens are configured; the two probes never do.
 //! `/readyz` is 200 only when every start-up latch has passed, no stop was asked for, and the audit log can be written.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use actix_web::dev::Server;
@@ -198,10 +199,15 @@ fn respond(good: bool, body: &impl Serialize) -> HttpResponse {
     }
 }
 
+/// Held from setting gauges to reading them.
+static SCRAPE: Mutex<()> = Mutex::new(());
+
 async fn scrape(
     state: web::Data<State>,
     prometheus: web::Data<PrometheusHandle>,
 ) -> Result<HttpResponse, ApiError> {
+    // Gauges are set and then read: two scrapes at the same moment must not mix.
+    let _turn = SCRAPE.lock().unwrap_or_else(PoisonError::into_inner);
     let backend = state.backend.get();
     metrics::snapshot(&Snapshot {
         ready: state.is_ready(),

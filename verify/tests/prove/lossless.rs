@@ -206,7 +206,7 @@ fn what_proves_nothing_is_inconclusive() {
     };
     check(Behaviour::default(), &little, "at least 9211 are needed");
     let unsteady = Behaviour {
-        unsteady_one_in: Some(3),
+        unsteady_one_in: Some(1),
         ..Behaviour::default()
     };
     let few = Settings {

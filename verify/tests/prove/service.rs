@@ -357,11 +357,15 @@ impl Shared {
         for position in 0..tokens {
             let margin = (state % 10_000) as f64 / 2_000.0;
             let mut id = (state >> 33) as usize % WORDS.len();
-            let wrong = (drafting && self.one_in(behaviour.wrong_one_in))
-                || self.one_in(behaviour.unsteady_one_in)
+            let unsteady = self.one_in(behaviour.unsteady_one_in);
+            let wrong = unsteady
+                || (drafting && self.one_in(behaviour.wrong_one_in))
                 || (drafting && margin < behaviour.flips_below_nats);
             if wrong {
-                id = (id + 1) % WORDS.len();
+                // An unsteady service gives another wrong token each time.
+                let drawn = u64::from(unsteady) * self.counter.fetch_add(1, Ordering::Relaxed);
+                let step = 1 + mix(drawn, 5) as usize % (WORDS.len() - 1);
+                id = (id + if unsteady { step } else { 1 }) % WORDS.len();
                 self.faults.lock().unwrap().push((prompt.clone(), position));
             }
             let noise = if behaviour.noise_nats > 0.0 {
