@@ -1,7 +1,7 @@
 //! A service behind TLS is reached where its authority is trusted, and nowhere else; a key goes out from its file and nowhere else.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -29,12 +29,10 @@ fn serve(requests: Arc<Mutex<Vec<String>>>) -> (SocketAddr, String) {
         for connection in listener.incoming() {
             let tls = ServerConnection::new(config.clone()).unwrap();
             let mut stream = StreamOwned::new(tls, connection.unwrap());
-            let mut head = [0; 4096];
             // A client that does not trust the certificate hangs up.
-            let Ok(length) = stream.read(&mut head) else {
+            let Ok(head) = read_request(&mut stream) else {
                 continue;
             };
-            let head = String::from_utf8_lossy(&head[..length]).into_owned();
             requests.lock().unwrap().push(head);
             let body = "{\"data\": [{\"id\": \"sea-words\"}]}";
             let _ = write!(
@@ -47,6 +45,28 @@ fn serve(requests: Arc<Mutex<Vec<String>>>) -> (SocketAddr, String) {
         }
     });
     (address, made.cert.pem())
+}
+
+/// The head of one request, read together with its body: a connection that is closed with bytes unread is reset, and the client may lose the answer.
+fn read_request(stream: &mut impl Read) -> io::Result<String> {
+    let mut reader = BufReader::new(stream);
+    let mut head = String::new();
+    let mut body_bytes = 0;
+    loop {
+        let start = head.len();
+        if reader.read_line(&mut head)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let line = head[start..].trim_end().to_ascii_lowercase();
+        if line.is_empty() {
+            break;
+        }
+        if let Some(length) = line.strip_prefix("content-length:") {
+            body_bytes = length.trim().parse().expect("a number of bytes");
+        }
+    }
+    io::copy(&mut reader.take(body_bytes), &mut io::sink())?;
+    Ok(head)
 }
 
 #[test]
