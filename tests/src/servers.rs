@@ -35,6 +35,8 @@ pub struct Servers {
 
 impl Servers {
     /// The shared server of the reference model in `precision`.
+    ///
+    /// It checks whole blocks whether they pay or not, so that every test sees drafted tokens.
     pub fn of(&self, precision: Precision) -> anyhow::Result<&Server> {
         let cell = match precision {
             Precision::Fp32 => &self.fp32,
@@ -47,6 +49,7 @@ impl Servers {
         };
         let started = cell.get_or_init(|| {
             command(precision)
+                .map(|command| command.set("serving.speculative.adaptive_width", false))
                 .and_then(|command| Server::start(&command))
                 .map_err(|error| format!("{error:#}"))
         });

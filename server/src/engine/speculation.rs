@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::sequence::Sequence;
 use super::status::{Drafting, SpeculationStatus};
 use super::step::panic_text;
-use super::width::{Acceptance, WidthPolicy};
+use super::width::{Acceptance, Members, WidthPolicy};
 use crate::draft::{Block, DraftBatch, DraftRow, Drafter};
 use crate::model::Taps;
 
@@ -106,6 +106,8 @@ pub(super) struct SequenceDraft {
     /// Taps of the tokens behind them that were kept, `[backlog_tokens, size]`.
     backlog: Vec<f32>,
     backlog_tokens: usize,
+    /// Whether it does without to its end, since drafting did not pay when it began.
+    pub rests: bool,
     /// How often its drafted tokens were accepted.
     pub acceptance: Acceptance,
     /// Tokens proposed for the positions behind the newest token.
@@ -120,6 +122,7 @@ impl Default for SequenceDraft {
             context: 0,
             backlog: Vec::new(),
             backlog_tokens: 0,
+            rests: false,
             acceptance: Acceptance::default(),
             proposal: Vec::new(),
             plain: PlainCause::CatchingUp,
@@ -285,6 +288,7 @@ impl Speculation {
             Drafting::Suspended => Some(PlainCause::Suspended),
             // A block needs a row for the anchor and one for a candidate.
             _ if sequence.tokens() + 1 > self.context_tokens() => Some(PlainCause::Context),
+            _ if sequence.draft.rests => Some(PlainCause::NotWorthwhile),
             _ => None,
         }
     }
@@ -311,21 +315,38 @@ impl Speculation {
         self.policy.record_acceptance(checked, accepted);
     }
 
+    /// Decides whether `sequence`, which begins beside `others`, is to do without drafting to its end.
+    pub(super) fn admit<'s>(
+        &self,
+        sequence: &mut Sequence,
+        others: impl Iterator<Item = &'s Sequence>,
+    ) {
+        let (mut running, mut drafting) = (0, 0);
+        for other in others {
+            running += 1;
+            drafting += usize::from(self.obstacle(other).is_none());
+        }
+        sequence.draft.rests = self.policy.lets_rest(running, drafting);
+    }
+
     /// Plans the width of the next step over `slots` slots.
     pub(super) fn plan<'s>(&mut self, slots: usize, sequences: impl Iterator<Item = &'s Sequence>) {
-        let (mut drafting, mut plain, mut reachable) = (Vec::new(), 0, 1);
+        let mut members = Members::default();
+        let mut reachable = 1;
         for sequence in sequences {
-            if self.obstacle(sequence).is_none() {
-                drafting.push(&sequence.draft.acceptance);
-                if sequence.remaining_tokens() > 1 {
-                    reachable = reachable.max(sequence.remaining_tokens() + 1);
+            match self.obstacle(sequence) {
+                None => {
+                    members.drafting.push(&sequence.draft.acceptance);
+                    if sequence.remaining_tokens() > 1 {
+                        reachable = reachable.max(sequence.remaining_tokens() + 1);
+                    }
                 }
-            } else {
-                plain += 1;
+                Some(PlainCause::NotWorthwhile) => members.resting += 1,
+                Some(_) => members.plain += 1,
             }
         }
-        if !drafting.is_empty() {
-            self.planned_width = self.policy.choose(slots, &drafting, plain, reachable);
+        if !members.drafting.is_empty() {
+            self.planned_width = self.policy.choose(slots, &members, reachable);
         }
     }
 

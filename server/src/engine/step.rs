@@ -103,8 +103,10 @@ impl Stepper {
     /// # Panics
     ///
     /// No slot is free.
-    pub(super) fn admit(&mut self, sequence: Sequence) {
+    pub(super) fn admit(&mut self, mut sequence: Sequence) {
         let slot = self.slots.free().expect("the caller saw a free slot");
+        let others = self.slots.running().map(|(_, other)| other);
+        self.speculation.admit(&mut sequence, others);
         if self.may_reuse(&sequence) {
             metrics::counter!("outrider_prefix_cache_lookups_total").increment(1);
         }

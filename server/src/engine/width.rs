@@ -6,6 +6,9 @@
 //!
 //! Two widths are tried first; the price of the others is taken from the line through those that are known, until one of them looks best and is tried.
 //! Now and then another width than the best one is taken, so that the figures stay true.
+//!
+//! Where plain steps stay best, drafting rests: most sequences that begin then do without it to their end, and so without the work of keeping a draft's context.
+//! The few that don't are scouts, which show when it pays again.
 
 /// Samples of a width before its price counts as known.
 const SAMPLES: u32 = 2;
@@ -15,6 +18,12 @@ const EXPLORATION_STEPS: u32 = 32;
 
 /// The same where drafting has not paid for a while: each step that confirms it doubles the distance to the next.
 const LONGEST_EXPLORATION_STEPS: u32 = 512;
+
+/// Steps in a row for which plain ones were best, after which drafting rests.
+const STEPS_TO_REST: u32 = 64;
+
+/// While drafting rests, one running sequence in so many is a scout, and at least one.
+const SEQUENCES_PER_SCOUT: usize = 8;
 
 /// Share by which the value of drafting must have risen since the last such step to count as a change.
 const NOTICEABLE_RISE: f64 = 0.04;
@@ -98,6 +107,8 @@ struct Prices {
     exploration_steps: u32,
     /// Value of the best width above 1 when the last such step was taken, relative to plain steps.
     drafting_value: f64,
+    /// Steps in a row for which a plain one was best.
+    plain_steps: u32,
 }
 
 impl Prices {
@@ -109,6 +120,7 @@ impl Prices {
             since_exploration: 0,
             exploration_steps: EXPLORATION_STEPS,
             drafting_value: 0.0,
+            plain_steps: 0,
         }
     }
 
@@ -140,6 +152,18 @@ impl Prices {
 
     fn is_known(&self, width: usize) -> bool {
         self.widths[width].1 >= SAMPLES
+    }
+
+    /// Whether a plain step, one with drafted tokens and a draft pass have been measured.
+    fn are_known(&self) -> bool {
+        self.draft.is_some()
+            && self.is_known(1)
+            && (2..self.widths.len()).any(|width| self.is_known(width))
+    }
+
+    /// Whether plain steps were best of late, but not for long enough.
+    fn are_open(&self) -> bool {
+        (1..STEPS_TO_REST).contains(&self.plain_steps)
     }
 
     /// Price of a target pass, measured or from the line through the two nearest widths that were.
@@ -176,8 +200,19 @@ impl Prices {
     }
 }
 
+/// The sequences of a step.
+#[derive(Debug, Default)]
+pub(super) struct Members<'s> {
+    /// Of each that can have drafted tokens, how often they were accepted.
+    pub drafting: Vec<&'s Acceptance>,
+    /// How many do without while drafting rests.
+    pub resting: usize,
+    /// How many take plain steps whatever happens.
+    pub plain: usize,
+}
+
 /// Chooses the width of steps.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct WidthPolicy {
     /// Whether it chooses; otherwise every step is as wide as possible.
     adaptive: bool,
@@ -218,57 +253,83 @@ impl WidthPolicy {
         self.overall.record(checked, accepted);
     }
 
-    /// Width of the next step over `slots` slots, for sequences with this acceptance and others that take plain steps whatever happens; 1 is a plain step.
+    /// Prices of the number of slots for which `holds` that is nearest to this one, and not twice as far.
+    fn nearest(&self, slots: usize, holds: impl Fn(&Prices) -> bool) -> Option<&Prices> {
+        let near = slots.div_ceil(2).max(1)..=2 * slots;
+        near.filter_map(|count| Some((count, self.prices.get(count - 1)?)))
+            .filter(|(_, prices)| holds(prices))
+            .min_by_key(|(count, _)| count.abs_diff(slots))
+            .map(|(_, prices)| prices)
+    }
+
+    /// Whether a sequence that begins beside `running` others, of which `drafting` draft, is to do without to its end.
+    pub(super) fn lets_rest(&self, running: usize, drafting: usize) -> bool {
+        let slots = running + 1;
+        let scouts = slots.div_ceil(SEQUENCES_PER_SCOUT);
+        let nearest = self.nearest(slots, |prices| prices.are_known() && !prices.are_open());
+        let rests = nearest.is_some_and(|prices| prices.plain_steps > 0);
+        self.adaptive && rests && drafting >= scouts
+    }
+
+    /// Width of the next step over `slots` slots; 1 is a plain step.
     ///
     /// `reachable` is the widest block that a sequence has room for: a wider one can't be tried.
-    pub(super) fn choose(
-        &mut self,
-        slots: usize,
-        sequences: &[&Acceptance],
-        plain_sequences: usize,
-        reachable: usize,
-    ) -> usize {
-        let reachable = reachable.clamp(1, self.widest.max(1));
-        let Some(prices) = self.prices.get_mut(slots.saturating_sub(1)) else {
-            return self.widest;
-        };
+    pub(super) fn choose(&mut self, slots: usize, members: &Members, reachable: usize) -> usize {
         if !self.adaptive || self.widest <= 1 {
             return self.widest;
         }
-        if prices.draft.is_none() {
+        // What is known of about as many slots decides how soon it is worth trying this number.
+        let nearest = self.nearest(slots, Prices::are_known);
+        let patience = nearest
+            .filter(|prices| prices.plain_steps > 0)
+            .map_or(0, |prices| prices.exploration_steps);
+        let Some(prices) = self.prices.get_mut(slots.saturating_sub(1)) else {
             return self.widest;
-        }
+        };
+        let reachable = reachable.clamp(1, self.widest);
         let trial = reachable.min(TRIAL_WIDTH);
-        if let Some(width) = [trial, 1]
+        let untried = [trial, 1]
             .into_iter()
             .find(|&width| !prices.is_known(width))
-        {
+            .or(prices.draft.is_none().then_some(trial));
+        if let Some(width) = untried {
+            prices.since_exploration += 1;
+            if prices.since_exploration < patience {
+                return 1;
+            }
+            prices.since_exploration = 0;
             return width;
         }
-        let value = |width: usize| {
-            let tokens: f64 = sequences
+        let expected = |width| {
+            let tokens = members
+                .drafting
                 .iter()
-                .map(|acceptance| acceptance.expected_tokens(&self.overall, width))
-                .sum();
-            (tokens + plain_sequences as f64) / prices.step(width)
+                .map(|acceptance| acceptance.expected_tokens(&self.overall, width));
+            tokens.sum::<f64>() + members.plain as f64
         };
-        let plain = value(1);
-        let drafting = (2..=reachable)
-            .map(|width| (width, value(width) / plain))
-            .max_by(|a, b| a.1.total_cmp(&b.1));
-        let best = drafting
+        // What this step would be worth, and what it would be if none rested.
+        let worth = |width: usize| (expected(width) + members.resting as f64) / prices.step(width);
+        let resting = Acceptance::default();
+        let potential = |width: usize| {
+            let of_one = resting.expected_tokens(&self.overall, width);
+            (expected(width) + members.resting as f64 * of_one) / prices.step(width)
+        };
+        let best = best_gain(worth, reachable)
             .filter(|(_, gain)| *gain > 1.0 + LEAST_GAIN)
             .map_or(1, |(width, _)| width);
+        let drafting_value = best_gain(potential, reachable).map_or(0.0, |(_, gain)| gain);
         prices.since_exploration += 1;
-        if best > 1 {
+        if drafting_value > 1.0 + LEAST_GAIN {
             prices.exploration_steps = EXPLORATION_STEPS;
+            prices.plain_steps = 0;
+        } else {
+            prices.plain_steps = prices.plain_steps.saturating_add(1);
         }
         if prices.since_exploration < prices.exploration_steps {
             return best;
         }
         prices.since_exploration = 0;
         if best == 1 {
-            let drafting_value = drafting.map_or(0.0, |(_, gain)| gain);
             let risen = drafting_value > prices.drafting_value * (1.0 + NOTICEABLE_RISE);
             prices.exploration_steps = if risen {
                 EXPLORATION_STEPS
@@ -286,10 +347,25 @@ impl WidthPolicy {
     }
 }
 
+/// The width above 1 that is worth most, relative to a plain step; `None` when there is no such width.
+fn best_gain(worth: impl Fn(usize) -> f64, widest: usize) -> Option<(usize, f64)> {
+    let plain = worth(1);
+    (2..=widest)
+        .map(|width| (width, worth(width) / plain))
+        .max_by(|a, b| a.1.total_cmp(&b.1))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    fn alone(acceptance: &Acceptance) -> Members<'_> {
+        Members {
+            drafting: vec![acceptance],
+            ..Members::default()
+        }
+    }
 
     /// A world with these prices, in which a drafted token is accepted with these chances by position.
     struct World {
@@ -335,7 +411,7 @@ mod tests {
             let mut widths = vec![0; self.target.len()];
             let reachable = self.target.len() - 1;
             for _ in 0..steps {
-                let width = policy.choose(1, &[&acceptance], 0, reachable);
+                let width = policy.choose(1, &alone(&acceptance), reachable);
                 widths[width] += 1;
                 let slow = 1.0 + noise * self.random();
                 policy.record_target(1, width, self.target[width] * slow);
@@ -410,7 +486,7 @@ mod tests {
         let mut policy = WidthPolicy::new(true, 1, 8);
         world.run(&mut policy, 1000, 0.1);
         let (rate, widths) = world.run(&mut policy, 8000, 0.1);
-        assert!(widths[1] > 7900, "{widths:?}");
+        assert!(widths[1] > 7850, "{widths:?}");
         assert!(rate > 0.997 * world.rate(1), "{rate}");
     }
 
@@ -422,7 +498,7 @@ mod tests {
         let mut widths = [0; 9];
         for _ in 0..200 {
             // No completion has room for more than four tokens, and nothing is ever accepted.
-            let width = policy.choose(1, &[&acceptance], 0, 4).min(4);
+            let width = policy.choose(1, &alone(&acceptance), 4).min(4);
             widths[width] += 1;
             policy.record_target(1, width, prices[width]);
             if width > 1 {
@@ -431,6 +507,93 @@ mod tests {
             }
         }
         assert!(widths[1] > 170, "{widths:?}");
+    }
+
+    /// Runs steps over eight slots, of which `scouts` draft and the others rest, until `done` or for `steps`; whether it got there.
+    fn run_eight(
+        policy: &mut WidthPolicy,
+        world: &mut World,
+        scouts: usize,
+        steps: usize,
+        done: impl Fn(&WidthPolicy) -> bool,
+    ) -> bool {
+        let mut acceptances = vec![Acceptance::default(); scouts];
+        for _ in 0..steps {
+            let members = Members {
+                drafting: acceptances.iter().collect(),
+                resting: 8 - scouts,
+                plain: 0,
+            };
+            let width = policy.choose(8, &members, 8);
+            policy.record_target(8, width, world.target[width]);
+            if width > 1 {
+                policy.record_draft(8, world.draft);
+                for acceptance in &mut acceptances {
+                    let accepted = world.accepted(width - 1);
+                    acceptance.record(width - 1, accepted);
+                    policy.record_acceptance(width - 1, accepted);
+                }
+            }
+            if done(policy) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[test]
+    fn drafting_rests_where_it_does_not_pay_but_for_a_scout_that_notices_when_it_does() {
+        let mut world = good_world();
+        world.chances = vec![0.05; 8];
+        let mut policy = WidthPolicy::new(true, 64, 8);
+        assert!(!policy.lets_rest(7, 7), "nothing is known yet");
+        let rests = |policy: &WidthPolicy| policy.lets_rest(7, 7);
+        assert!(run_eight(&mut policy, &mut world, 8, 150, rests));
+        assert!(policy.lets_rest(7, 1));
+        assert!(!policy.lets_rest(7, 0), "one of eight is a scout");
+        assert!(!policy.lets_rest(8, 1), "two of nine are");
+        assert!(policy.lets_rest(8, 2));
+        assert!(!policy.lets_rest(0, 0), "one slot is not eight");
+        // For a scout alone a wide step never pays; what counts is what it would be for all.
+        world.chances = vec![0.9; 8];
+        let awake = |policy: &WidthPolicy| !policy.lets_rest(7, 7);
+        assert!(run_eight(&mut policy, &mut world, 1, 4000, awake));
+    }
+
+    #[test]
+    fn a_fixed_width_lets_none_rest() {
+        let mut world = good_world();
+        world.chances = vec![0.0; 8];
+        let mut policy = WidthPolicy::new(false, 8, 8);
+        let rests = |policy: &WidthPolicy| policy.lets_rest(7, 7);
+        assert!(!run_eight(&mut policy, &mut world, 8, 500, rests));
+    }
+
+    #[test]
+    fn what_eight_slots_taught_holds_for_about_as_many_at_first() {
+        let acceptance = Acceptance::default();
+        let tries = |policy: &mut WidthPolicy, slots| {
+            let widths = (0..20).map(|_| {
+                let width = policy.choose(slots, &alone(&acceptance), 8);
+                policy.record_target(slots, width, 1.0);
+                width
+            });
+            widths.filter(|&width| width > 1).count()
+        };
+        for (chance, most) in [(0.05, 0), (0.9, 20)] {
+            let mut world = good_world();
+            world.chances = vec![chance; 8];
+            let mut policy = WidthPolicy::new(true, 64, 8);
+            run_eight(&mut policy, &mut world, 8, 100, |_| false);
+            for slots in [4, 7, 9, 16] {
+                let tries = tries(&mut policy.clone(), slots);
+                assert!(
+                    tries <= most && (most == 0 || tries > 0),
+                    "{slots}: {tries}"
+                );
+            }
+            assert!(tries(&mut policy, 17) > 0, "nothing is known of so many");
+        }
     }
 
     #[test]

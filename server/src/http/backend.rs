@@ -79,4 +79,6 @@ pub struct DraftCard {
     pub block_size: usize,
     /// Candidates per position in use.
     pub candidate_topk: usize,
+    /// Whether less than a block is checked, or nothing, where that is faster.
+    pub adaptive_width: bool,
 }

@@ -35,6 +35,8 @@ pub struct SpeculationBody {
     block_size: Option<usize>,
     /// Candidates per position.
     candidate_topk: Option<usize>,
+    /// Whether less than a block is checked, or nothing, where that is faster.
+    adaptive_width: Option<bool>,
 }
 
 /// Who reads a state.
@@ -63,6 +65,7 @@ pub fn state_of(backend: &dyn Backend, reader: Reader) -> Option<SpeculationBody
         architecture: draft.map(|draft| draft.architecture.clone()),
         block_size: draft.map(|draft| draft.block_size),
         candidate_topk: draft.map(|draft| draft.candidate_topk),
+        adaptive_width: draft.map(|draft| draft.adaptive_width),
     })
 }
 

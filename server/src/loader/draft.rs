@@ -86,6 +86,7 @@ pub fn card(settings: &Speculative, draft: &DraftFacts) -> DraftCard {
         architecture: draft.architecture.clone(),
         block_size: settings.draft_block_size.unwrap_or(draft.block_size),
         candidate_topk: settings.candidate_topk.unwrap_or(draft.top_k),
+        adaptive_width: settings.adaptive_width,
     }
 }
 

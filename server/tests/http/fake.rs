@@ -102,6 +102,7 @@ impl FakeBackend {
             architecture: "DFlash2DraftModel".to_owned(),
             block_size: 8,
             candidate_topk: 4,
+            adaptive_width: true,
         });
         self.set_status(|status| {
             status.speculation = Some(SpeculationStatus {

@@ -50,6 +50,7 @@ pub enum Fault {
     DraftChangesSampled,
     /// Says that it drafts, and does not.
     NeverDrafts,
+    NeverPays,
     /// Drafts for requests that want none.
     DraftsUnasked,
     /// Does not count what it drafts.
@@ -113,7 +114,9 @@ fn answer(connection: &mut TcpStream, fault: Fault, counter: &AtomicU64) -> std:
             _ => ("on", Value::Null),
         };
         if fault != Fault::NoSpeculation {
-            model["speculation"] = json!({ "drafting": drafting, "detail": detail });
+            let adaptive_width = fault == Fault::NeverPays;
+            model["speculation"] =
+                json!({ "drafting": drafting, "detail": detail, "adaptive_width": adaptive_width });
         }
         let data = if fault == Fault::NoModels {
             json!([])
@@ -240,7 +243,7 @@ fn generate(
     });
     if fault != Fault::NoCounts {
         let steps = match fault {
-            Fault::NeverDrafts => 0,
+            Fault::NeverDrafts | Fault::NeverPays => 0,
             Fault::DraftsUnasked => ids.len() / 3,
             _ if drafts => ids.len() / 3,
             _ => 0,

@@ -114,6 +114,7 @@ fn a_service_that_lacks_something_passes_and_the_checks_about_it_are_skipped() {
     check(Fault::NoTokenIds, &["usage-matches-token-ids"]);
     check(Fault::NoSpeculation, &about_drafting);
     check(Fault::NoDraft, &about_drafting);
+    check(Fault::NeverPays, &["drafting-is-counted"]);
 }
 
 #[test]

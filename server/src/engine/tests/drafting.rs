@@ -2,6 +2,7 @@
 
 use std::sync::OnceLock;
 
+use super::rig::{Rig, SECOND};
 use super::*;
 use crate::draft::fake::{FakeDrafter, Violations};
 use crate::draft::{DraftError, Drafter};
@@ -448,6 +449,44 @@ fn a_draft_that_never_pays_is_left_alone_and_taken_up_again_without_a_gap() {
         assert!(usage.steps > 4, "{usage:?}");
         assert!(usage.steps < 1200, "{usage:?}");
     });
+}
+
+#[test]
+fn while_drafting_does_not_pay_only_a_scout_keeps_a_draft_context() {
+    let slots = 4;
+    // Never right, and far dearer than a pass of the target.
+    let script = |context: &[u32], anchor, count| {
+        std::thread::sleep(Duration::from_millis(2));
+        let tokens = continuation(context, anchor, count);
+        let wrong = |token: &u32| (token + 1) % VOCAB_SIZE as u32;
+        Ok(tokens.iter().map(wrong).collect())
+    };
+    let drafter = FakeDrafter::new(slots, 2048, BLOCK_SIZE, script);
+    let violations = drafter.violations();
+    let options = EngineOptions {
+        adaptive_width: true,
+        ..options(16, None)
+    };
+    let draft = Draft::Loaded(Box::new(drafter));
+    let rig = Rig::over(FakeTarget::new(slots, 2048), draft, options, SECOND / 1000);
+    // All begin in the same step, however slowly they are submitted.
+    let drafted = |tokens| {
+        let gated = rig.stop_at_a_pass();
+        let submit = |first| rig.handle.submit(endless(&[first, 2], tokens));
+        let receivers: Vec<_> = (1..=slots as u32)
+            .map(|first| submit(first).expect("fits"))
+            .collect();
+        rig.go_on();
+        drop(gated);
+        let usages = receivers
+            .into_iter()
+            .map(|receiver| split(collect(receiver)).1);
+        usages.filter(|usage| usage.drafted_tokens > 0).count()
+    };
+    assert_eq!(drafted(400), slots, "each takes part in finding out");
+    assert_eq!(drafted(1600), 1, "one goes on looking");
+    rig.end();
+    assert_eq!(violations.found(), Vec::<String>::new());
 }
 
 /// How a drafter behaves in a property test.
