@@ -345,7 +345,7 @@ impl Speculation {
                 Some(_) => members.plain += 1,
             }
         }
-        if !members.drafting.is_empty() {
+        if !members.drafting.is_empty() || members.resting > 0 {
             self.planned_width = self.policy.choose(slots, &members, reachable);
         }
     }

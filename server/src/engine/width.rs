@@ -7,8 +7,8 @@
 //! Two widths are tried first; the price of the others is taken from the line through those that are known, until one of them looks best and is tried.
 //! Now and then another width than the best one is taken, so that the figures stay true.
 //!
-//! Where plain steps stay best, drafting rests: most sequences that begin then do without it to their end, and so without the work of keeping a draft's context.
-//! The few that don't are scouts, which show when it pays again.
+//! Where plain steps stay best, drafting rests: sequences that begin then do without it to their end, and so without the work of keeping a draft's context.
+//! When it is time to learn again, one that begins is a scout, which drafts.
 
 /// Samples of a width before its price counts as known.
 const SAMPLES: u32 = 2;
@@ -22,7 +22,7 @@ const LONGEST_EXPLORATION_STEPS: u32 = 512;
 /// Steps in a row for which plain ones were best, after which drafting rests.
 const STEPS_TO_REST: u32 = 64;
 
-/// While drafting rests, one running sequence in so many is a scout, and at least one.
+/// Running sequences for which there is one scout when it is time to learn.
 const SEQUENCES_PER_SCOUT: usize = 8;
 
 /// Share by which the value of drafting must have risen since the last such step to count as a change.
@@ -154,6 +154,11 @@ impl Prices {
         self.widths[width].1 >= SAMPLES
     }
 
+    /// Whether it is time to take a step to learn.
+    fn are_due(&self) -> bool {
+        self.since_exploration >= self.exploration_steps
+    }
+
     /// Whether a plain step, one with drafted tokens and a draft pass have been measured.
     fn are_known(&self) -> bool {
         self.draft.is_some()
@@ -267,8 +272,10 @@ impl WidthPolicy {
         let slots = running + 1;
         let scouts = slots.div_ceil(SEQUENCES_PER_SCOUT);
         let nearest = self.nearest(slots, |prices| prices.are_known() && !prices.are_open());
-        let rests = nearest.is_some_and(|prices| prices.plain_steps > 0);
-        self.adaptive && rests && drafting >= scouts
+        let rests = nearest.is_some_and(|prices| {
+            prices.plain_steps > 0 && (drafting >= scouts || !prices.are_due())
+        });
+        self.adaptive && rests
     }
 
     /// Width of the next step over `slots` slots; 1 is a plain step.
@@ -286,6 +293,10 @@ impl WidthPolicy {
         let Some(prices) = self.prices.get_mut(slots.saturating_sub(1)) else {
             return self.widest;
         };
+        prices.since_exploration = prices.since_exploration.saturating_add(1);
+        if members.drafting.is_empty() {
+            return 1;
+        }
         let reachable = reachable.clamp(1, self.widest);
         let trial = reachable.min(TRIAL_WIDTH);
         let untried = [trial, 1]
@@ -293,7 +304,6 @@ impl WidthPolicy {
             .find(|&width| !prices.is_known(width))
             .or(prices.draft.is_none().then_some(trial));
         if let Some(width) = untried {
-            prices.since_exploration += 1;
             if prices.since_exploration < patience {
                 return 1;
             }
@@ -318,14 +328,13 @@ impl WidthPolicy {
             .filter(|(_, gain)| *gain > 1.0 + LEAST_GAIN)
             .map_or(1, |(width, _)| width);
         let drafting_value = best_gain(potential, reachable).map_or(0.0, |(_, gain)| gain);
-        prices.since_exploration += 1;
         if drafting_value > 1.0 + LEAST_GAIN {
             prices.exploration_steps = EXPLORATION_STEPS;
             prices.plain_steps = 0;
         } else {
             prices.plain_steps = prices.plain_steps.saturating_add(1);
         }
-        if prices.since_exploration < prices.exploration_steps {
+        if !prices.are_due() {
             return best;
         }
         prices.since_exploration = 0;
@@ -549,11 +558,16 @@ mod tests {
         assert!(!policy.lets_rest(7, 7), "nothing is known yet");
         let rests = |policy: &WidthPolicy| policy.lets_rest(7, 7);
         assert!(run_eight(&mut policy, &mut world, 8, 150, rests));
-        assert!(policy.lets_rest(7, 1));
-        assert!(!policy.lets_rest(7, 0), "one of eight is a scout");
+        assert!(!policy.lets_rest(0, 0), "one slot is not eight");
+        let due = |policy: &WidthPolicy| !policy.lets_rest(7, 0);
+        assert!(!due(&policy), "there was a step to learn just before");
+        assert!(run_eight(&mut policy, &mut world, 0, 600, due));
+        assert!(policy.lets_rest(7, 1), "one of eight is a scout");
         assert!(!policy.lets_rest(8, 1), "two of nine are");
         assert!(policy.lets_rest(8, 2));
-        assert!(!policy.lets_rest(0, 0), "one slot is not eight");
+        assert!(run_eight(&mut policy, &mut world, 1, 1, |policy| !due(
+            policy
+        )));
         // For a scout alone a wide step never pays; what counts is what it would be for all.
         world.chances = vec![0.9; 8];
         let awake = |policy: &WidthPolicy| !policy.lets_rest(7, 7);

@@ -452,7 +452,7 @@ fn a_draft_that_never_pays_is_left_alone_and_taken_up_again_without_a_gap() {
 }
 
 #[test]
-fn while_drafting_does_not_pay_only_a_scout_keeps_a_draft_context() {
+fn sequences_that_begin_while_drafting_does_not_pay_do_without() {
     let slots = 4;
     // Never right, and far dearer than a pass of the target.
     let script = |context: &[u32], anchor, count| {
@@ -484,7 +484,8 @@ fn while_drafting_does_not_pay_only_a_scout_keeps_a_draft_context() {
         usages.filter(|usage| usage.drafted_tokens > 0).count()
     };
     assert_eq!(drafted(400), slots, "each takes part in finding out");
-    assert_eq!(drafted(1600), 1, "one goes on looking");
+    // The first is alone when it begins, which says nothing about four; the others rest to their end, however long.
+    assert_eq!(drafted(1600), 1);
     rig.end();
     assert_eq!(violations.found(), Vec::<String>::new());
 }
