@@ -1,19 +1,23 @@
 //! What a server and its clients do when something outside breaks: kills, stops, files changed underneath, clients that hold connections.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use outrider_bundle::Manifest;
-use outrider_bundle::digest::hash_file;
+use outrider_bundle::digest::{hash_file, write_atomic};
 use outrider_bundle::manifest::Precision;
-use outrider_tests::answer::{Answer, request, whole};
+use outrider_tests::answer::{Answer, request, streamed, whole};
 use outrider_tests::fixtures;
 use outrider_tests::servers::{Server, Servers, command};
 use outrider_verify::client::{ClientError, Streamed};
@@ -287,5 +291,113 @@ pub fn a_client_that_reads_a_byte_at_a_time_holds_up_nobody(_: &Servers) -> anyh
         after < before + (64 << 20),
         "memory went from {before} to {after} bytes"
     );
+    Ok(())
+}
+
+/// Ten years.
+const JUMP_SECONDS: i64 = 315_360_000;
+
+pub fn a_wall_clock_that_jumps_touches_no_request(_: &Servers) -> anyhow::Result<()> {
+    let dir = fixtures::scratch_dir()?;
+    let source = fixtures::workspace()?.root().join("tests/e2e/wall_clock.c");
+    let library = dir.path().join("wall_clock.so");
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .args([&library, &source])
+        .status()
+        .context("cannot run cc")?;
+    ensure!(compiled.success(), "cc: {compiled}");
+    let offset = dir.path().join("offset");
+    let jump = |seconds: i64| {
+        write_atomic(
+            &offset,
+            &dir.path().join("aside"),
+            seconds.to_string().as_bytes(),
+        )
+        .expect("the folder can be written to");
+    };
+    jump(0);
+
+    // Shorter than every jump, and longer than every answer.
+    let patience_ms = 60_000;
+    let mut command = small()?
+        .set("serving.runtime.queue_timeout_ms", patience_ms)
+        .set("serving.runtime.request_deadline_ms", patience_ms)
+        .set("serving.http.write_timeout_ms", patience_ms);
+    let mut preload = OsString::from("LD_PRELOAD=");
+    preload.push(&library);
+    let mut offset_file = OsString::from("WALL_CLOCK_OFFSET_FILE=");
+    offset_file.push(&offset);
+    let server = std::mem::replace(&mut command.binary, PathBuf::from("env"));
+    command.arguments = vec![preload, offset_file, server.into()];
+    let server = Server::start(&command)?;
+
+    let fields = long_request(60);
+    let reference = whole(&server, Api::Completions, &fields)?;
+    let (answer, _) = streamed(&server, Api::Completions, &fields, |event| match event {
+        5 => jump(JUMP_SECONDS),
+        20 => jump(-JUMP_SECONDS),
+        _ => {}
+    })?;
+    assert_eq!(answer, reference);
+    let live = server.admin()?.get("/livez")?;
+    assert_eq!(live.status, 200, "{}", live.text());
+
+    // The server's wall clock did jump.
+    let created = |server: &Server| {
+        let body = request(server, &long_request(1));
+        let answer = server.client().post(Api::Completions.path(), &body)?.json();
+        let created = answer
+            .as_ref()
+            .and_then(|answer| answer["created"].as_i64());
+        created.with_context(|| format!("no date in {answer:?}"))
+    };
+    let past = created(&server)?;
+    jump(0);
+    let present = created(&server)?;
+    let jumped = present - past;
+    assert!(
+        (JUMP_SECONDS..JUMP_SECONDS + 60).contains(&jumped),
+        "{past} to {present}"
+    );
+    Ok(())
+}
+
+pub fn a_full_disk_under_the_audit_log_ends_readiness_and_no_request(
+    _: &Servers,
+) -> anyhow::Result<()> {
+    let dir = fixtures::scratch_dir()?;
+    let path = dir.path().join("audit.jsonl");
+    symlink("/dev/full", &path)?;
+    let server = Server::start(&small()?.set("serving.audit.path", path.display()))?;
+    let readiness_turns = |expected: u16| {
+        let deadline = Instant::now() + STOP_DEADLINE;
+        loop {
+            let ready = server.admin()?.get("/readyz")?;
+            if ready.status == expected {
+                return Ok(ready.text());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{} {}",
+                ready.status,
+                ready.text()
+            );
+            thread::yield_now();
+        }
+    };
+    let fields = long_request(20);
+    let reference = whole(&server, Api::Completions, &fields)?;
+    let reason = readiness_turns(503)?;
+    assert!(reason.contains("No space left"), "{reason}");
+    // A gateway sends no more requests; those that come all the same are answered.
+    assert_eq!(whole(&server, Api::Completions, &fields)?, reference);
+
+    fs::remove_file(&path)?;
+    server.process().signaller().send(Signal::SIGHUP)?;
+    readiness_turns(200)?;
+    server.stop()?;
+    let lines = fs::read_to_string(&path)?;
+    assert_eq!(lines.lines().count(), 2, "{lines}");
     Ok(())
 }

@@ -70,6 +70,8 @@ fn main() -> ExitCode {
             files_overwritten_under_a_running_server_change_no_answer_and_refuse_the_next_start,
             ten_thousand_idle_connections_keep_nobody_from_an_answer,
             a_client_that_reads_a_byte_at_a_time_holds_up_nobody,
+            a_wall_clock_that_jumps_touches_no_request,
+            a_full_disk_under_the_audit_log_ends_readiness_and_no_request,
         },
         front_door::{
             the_printed_curl_line_works_and_a_stop_ends_the_server,

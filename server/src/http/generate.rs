@@ -278,10 +278,12 @@ async fn run(
         .bundle_digest
         .get(..FINGERPRINT_DIGITS)
         .unwrap_or(&card.bundle_digest);
+    #[expect(clippy::disallowed_methods, reason = "callers are told the date")]
+    let now = SystemTime::now();
     let head = Head {
         shape,
         id: format!("{prefix}-{}", record.request_id()),
-        created: SystemTime::now()
+        created: now
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
         model: card.name.clone(),

@@ -385,6 +385,7 @@ fn render_error(error: &Error, guard: &Guard<'_>) -> ChatError {
 }
 
 /// Today's date and time, UTC, in the notation of C's `strftime`.
+#[expect(clippy::disallowed_methods, reason = "templates ask for the date")]
 fn strftime_now(format: &str) -> Result<String, Error> {
     jiff::fmt::strtime::format(format, jiff::Timestamp::now())
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, "strftime_now").with_source(error))
