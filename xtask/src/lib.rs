@@ -19,6 +19,7 @@ pub mod fetch;
 pub mod fuzz;
 pub mod machine;
 pub mod measure;
+pub mod output;
 pub mod prompts;
 pub mod python;
 pub mod random;

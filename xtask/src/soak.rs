@@ -12,7 +12,6 @@ mod report;
 
 pub use report::Report;
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,11 +19,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use outrider_bundle::digest::write_atomic;
 use outrider_bundle::manifest::Precision;
 
 use crate::build;
 use crate::machine::resident_bytes;
+use crate::output::OutputDir;
 use crate::reference;
 use crate::server_process::ServerCommand;
 use crate::session::Session;
@@ -72,18 +71,10 @@ pub struct Args {
 /// Runs, prints and writes the report; an error when something was not as it must be.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let workspace = Workspace::find()?;
-    let output = args
-        .output
-        .clone()
-        .unwrap_or_else(|| workspace.home("soak"));
-    fs::create_dir_all(&output).with_context(|| format!("cannot make {}", output.display()))?;
+    let output = OutputDir::make(&workspace, args.output.as_ref(), "soak")?;
     let report = soak(&workspace, &args)?;
     println!("{report}");
-    let file = output.join("soak.json");
-    let json = serde_json::to_vec_pretty(&report).context("the report is no JSON")?;
-    write_atomic(&file, &output.join(".soak.json.partial"), &json)
-        .with_context(|| format!("cannot write {}", file.display()))?;
-    println!("{}", file.display());
+    output.write_json("soak.json", &report)?;
     let breaches = report.breaches();
     ensure!(breaches.is_empty(), "{}", breaches.join("; "));
     Ok(())

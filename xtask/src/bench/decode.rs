@@ -14,13 +14,13 @@ use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 use clap::builder::PossibleValuesParser;
-use outrider_bundle::digest::write_atomic;
 use outrider_bundle::manifest::Precision;
 use serde_json::json;
 
 use super::chart;
 use crate::answer::{Answer, Drafted, whole};
 use crate::build;
+use crate::output::OutputDir;
 use crate::prompts::{self, Prompt};
 use crate::reference;
 use crate::server_process::ServerCommand;
@@ -73,24 +73,11 @@ pub struct Args {
 /// Measures, prints, and writes the files.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let workspace = Workspace::find()?;
-    let output = args
-        .output
-        .clone()
-        .unwrap_or_else(|| workspace.home("bench"));
-    std::fs::create_dir_all(&output)
-        .with_context(|| format!("cannot make {}", output.display()))?;
+    let output = OutputDir::make(&workspace, args.output.as_ref(), "bench")?;
     let report = measure(&workspace, &args)?;
     println!("{report}");
-    let json = serde_json::to_vec_pretty(&report).context("the report is no JSON")?;
-    for (name, bytes) in [
-        ("decode.json", json),
-        ("decode.svg", chart::draw(&report).into_bytes()),
-    ] {
-        let file = output.join(name);
-        write_atomic(&file, &output.join(format!(".{name}.partial")), &bytes)
-            .with_context(|| format!("cannot write {}", file.display()))?;
-        println!("{}", file.display());
-    }
+    output.write_json("decode.json", &report)?;
+    output.write("decode.svg", chart::draw(&report).as_bytes())?;
     if !report.has_drafted() {
         bail!("invalid: nothing was drafted");
     }

@@ -10,18 +10,17 @@ mod tally;
 
 pub use report::{Cell, Report, Side};
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
-use outrider_bundle::digest::write_atomic;
+use anyhow::{bail, ensure};
 use outrider_bundle::manifest::Precision;
 use outrider_verify::client::{Client, ClientOptions};
 
 use crate::build;
+use crate::output::OutputDir;
 use crate::reference;
 use crate::server_process::ServerCommand;
 use crate::session::Session;
@@ -71,18 +70,10 @@ pub struct Args {
 /// Measures, prints, and writes the file.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let workspace = Workspace::find()?;
-    let output = args
-        .output
-        .clone()
-        .unwrap_or_else(|| workspace.home("bench"));
-    fs::create_dir_all(&output).with_context(|| format!("cannot make {}", output.display()))?;
+    let output = OutputDir::make(&workspace, args.output.as_ref(), "bench")?;
     let report = measure(&workspace, &args)?;
     println!("{report}");
-    let file = output.join("load.json");
-    let json = serde_json::to_vec_pretty(&report).context("the report is no JSON")?;
-    write_atomic(&file, &output.join(".load.json.partial"), &json)
-        .with_context(|| format!("cannot write {}", file.display()))?;
-    println!("{}", file.display());
+    output.write_json("load.json", &report)?;
     let failed = report.failed_checks();
     if args.check && !failed.is_empty() {
         bail!("{}", failed.join("; "));

@@ -18,7 +18,6 @@ pub use suite::run;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use outrider_bundle::digest::write_atomic;
 use outrider_bundle::manifest::Precision;
 
 use self::bad_drafter::BadDrafter;
@@ -26,6 +25,7 @@ use self::cases::{Drafter, Run, ServerKey};
 use self::reference_pair::Extent;
 use crate::build;
 use crate::checkpoint::Weights;
+use crate::output::OutputDir;
 use crate::reference;
 use crate::server_process::ServerCommand;
 use crate::workspace::Workspace;
@@ -52,9 +52,7 @@ pub struct Args {
 
 /// Runs the suite.
 pub fn measure(workspace: &Workspace, args: Args) -> anyhow::Result<()> {
-    let output = args.output.unwrap_or_else(|| workspace.home("lossless"));
-    std::fs::create_dir_all(&output)
-        .with_context(|| format!("cannot make {}", output.display()))?;
+    let output = OutputDir::make(workspace, args.output.as_ref(), "lossless")?;
     let bundles = tempfile::Builder::new()
         .prefix(".lossless-")
         .tempdir_in(make(workspace.bundles())?)
@@ -81,9 +79,8 @@ pub fn measure(workspace: &Workspace, args: Args) -> anyhow::Result<()> {
                 .set("serving.runtime.kv_cache_ratio", 0.9))
         };
         let report = run(runs, command, |run| eprintln!("{run}"))?;
-        let file = output.join(format!("{name}.json"));
-        write_report(&report, &file)?;
-        println!("{report}\n{}", file.display());
+        println!("{report}");
+        output.write_json(&format!("{name}.json"), &report)?;
         verdicts.push((name, report.verdict()));
         Ok(())
     };
@@ -157,11 +154,4 @@ fn precision_of(key: &ServerKey) -> Precision {
         .into_iter()
         .find(|&precision| reference::precision_name(precision) == key.bundle)
         .expect("a run names a form of the reference model")
-}
-
-/// Writes the report as JSON, aside first.
-pub fn write_report(report: &Report, file: &Path) -> anyhow::Result<()> {
-    let json = serde_json::to_vec_pretty(report).context("the report is no JSON")?;
-    write_atomic(file, &file.with_extension("json.partial"), &json)
-        .with_context(|| format!("cannot write {}", file.display()))
 }
