@@ -29,8 +29,8 @@ use crate::workspace::Workspace;
 use exchange::{Outcome, send};
 use tally::{Tally, client_cpu};
 
-/// Rounds, an even number, so that each side comes first as often.
-const ROUNDS: u32 = 2;
+/// Rounds, an even number, so that each side comes first as often; many, since the median of their ratios counts and machines have slow minutes.
+const ROUNDS: u32 = 6;
 /// An answer that is not there after this is stuck.
 const STUCK: Duration = Duration::from_secs(300);
 /// Requests before the first measurement: the first ones after a start pay for pages of memory that no later one pays for.
@@ -138,11 +138,14 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         let mut cell = Cell::new(clients);
         for round in 0..ROUNDS {
             let mut until = Until::Elapsed(Duration::from_secs(args.seconds) / ROUNDS);
+            let mut speeds = [0.0; 2];
             for drafting in [round % 2 == 1, round % 2 == 0] {
                 let tally = load.side(next, until, clients, drafting);
                 until = Until::Sent(tally.requests);
+                speeds[usize::from(drafting)] = tally.tokens_per_second();
                 cell.side_mut(drafting).add(tally);
             }
+            cell.round_ratios.push(speeds[1] / speeds[0]);
             if let Until::Sent(sent) = until {
                 next += sent;
             }

@@ -26,3 +26,15 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         Command::Load(args) => load::run(args),
     }
 }
+
+/// The middle value, or the mean of the two in the middle; 0 of nothing.
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => 0.0,
+        odd if odd % 2 == 1 => sorted[middle],
+        _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
+    }
+}

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::{Args, Sample, Timed};
 use crate::answer::Drafted;
+use crate::bench::median;
 use crate::build::Profile;
 use crate::machine::Machine;
 use crate::session::Session;
@@ -207,18 +208,6 @@ impl Cell {
 fn ratio(on: &[f64], off: &[f64]) -> f64 {
     let ratios: Vec<f64> = on.iter().zip(off).map(|(on, off)| on / off).collect();
     median(&ratios)
-}
-
-/// The middle value, or the mean of the two in the middle; 0 of nothing.
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    match sorted.len() {
-        0 => 0.0,
-        odd if odd % 2 == 1 => sorted[middle],
-        _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
-    }
 }
 
 /// What the figures must hold.

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::tally::Tally;
 use super::{Args, ROUNDS};
+use crate::bench::median;
 use crate::build::Profile;
 use crate::machine::Machine;
 use crate::session::Session;
@@ -60,6 +61,8 @@ pub struct Cell {
     pub off: Side,
     /// With drafting.
     pub on: Side,
+    /// Throughput with drafting, of that without, in each round.
+    pub round_ratios: Vec<f64>,
 }
 
 /// One side of a cell. Latencies are those of streams.
@@ -120,7 +123,7 @@ impl Side {
             errors: tally.errors.clone(),
             tokens: tally.tokens,
             wall_seconds: tally.wall_seconds,
-            tokens_per_second: tally.tokens as f64 / tally.wall_seconds,
+            tokens_per_second: tally.tokens_per_second(),
             first_token_ms: Quantiles::of(&tally.first_token_us),
             inter_token_ms: Quantiles::of(&tally.gap_us),
             tally: Some(tally),
@@ -135,6 +138,7 @@ impl Cell {
             clients,
             off: Side::default(),
             on: Side::default(),
+            round_ratios: Vec::new(),
         }
     }
 
@@ -150,9 +154,9 @@ impl Cell {
         [("off", &self.off), ("on", &self.on)]
     }
 
-    /// Throughput with drafting, of that without.
+    /// Throughput with drafting, of that without: the median of the rounds.
     pub fn ratio(&self) -> f64 {
-        self.on.tokens_per_second / self.off.tokens_per_second
+        median(&self.round_ratios)
     }
 }
 
@@ -281,7 +285,11 @@ impl fmt::Display for Report {
                 }
             }
         }
-        write!(f, "\nlatencies are p50 / p99 of streams")?;
+        write!(
+            f,
+            "\nlatencies are p50 / p99 of streams, on/off is the median of {} rounds",
+            self.rounds
+        )?;
         for failed in self.failed_checks() {
             write!(f, "\nnot held: {failed}")?;
         }
@@ -331,7 +339,12 @@ mod tests {
             client_processors: 0.04,
             cells: cells
                 .into_iter()
-                .map(|(clients, off, on)| Cell { clients, off, on })
+                .map(|(clients, off, on)| Cell {
+                    round_ratios: vec![on.tokens_per_second / off.tokens_per_second],
+                    clients,
+                    off,
+                    on,
+                })
                 .collect(),
         }
     }

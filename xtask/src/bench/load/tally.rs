@@ -48,6 +48,11 @@ impl Tally {
         }
     }
 
+    /// Throughput of the round.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.tokens as f64 / self.wall_seconds
+    }
+
     /// Counts an answer.
     pub fn answered(&mut self, answered: &Answered) {
         self.tokens += answered.tokens;
