@@ -28,7 +28,7 @@ use crate::reference;
 use crate::server_process::ServerCommand;
 use crate::session::Session;
 use crate::workspace::Workspace;
-use caller::{Caller, Counts};
+use caller::{Caller, Counts, REQUEST_DEADLINE};
 use cases::Case;
 use disturb::Disturber;
 
@@ -106,6 +106,17 @@ fn soak(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         .set("serving.runtime.max_concurrency", SLOTS)
         .set("serving.runtime.context_tokens", CONTEXT_TOKENS)
         .set("serving.runtime.kv_cache_ratio", 0.9)
+        // On a slow machine callers wait for long, which is not what is looked for here.
+        .set(
+            "serving.runtime.queue_timeout_ms",
+            REQUEST_DEADLINE.as_millis(),
+        )
+        .set(
+            "serving.runtime.request_deadline_ms",
+            REQUEST_DEADLINE.as_millis(),
+        )
+        // Blocks are checked whether they pay or not, so that every kind of step runs.
+        .set("serving.speculative.adaptive_width", false)
         .set(
             "serving.auth.api_keys_path",
             keys::write(files.path())?.display(),

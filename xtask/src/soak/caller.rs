@@ -16,7 +16,7 @@ use crate::answer::{self, Answer};
 use crate::random::Random;
 
 /// Most time of one request.
-const REQUEST_DEADLINE: Duration = Duration::from_secs(300);
+pub const REQUEST_DEADLINE: Duration = Duration::from_secs(300);
 /// Most differences that are told in full.
 const TOLD: usize = 10;
 
