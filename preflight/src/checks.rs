@@ -52,11 +52,7 @@ impl Finding {
     }
 
     /// The server would run, and somebody would regret it.
-    pub fn warn(
-        id: &'static str,
-        evidence: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    pub fn warn(id: &'static str, evidence: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::new(id, Outcome::Warn, evidence, Some(remedy.into()))
     }
 
@@ -70,11 +66,7 @@ impl Finding {
     }
 
     /// The server would not run, or not as configured.
-    pub fn fail(
-        id: &'static str,
-        evidence: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    pub fn fail(id: &'static str, evidence: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::new(id, Outcome::Fail, evidence, Some(remedy.into()))
     }
 
