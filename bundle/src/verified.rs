@@ -55,35 +55,30 @@ impl VerifiedBundle {
             dir: dir.to_owned(),
             source,
         })?;
-        let files = |faults| BundleError::Files {
-            dir: dir.to_owned(),
-            faults,
-        };
         let faults = manifest.verify(dir).err().unwrap_or_default();
-        let (of_target, of_draft) =
-            draft_part::split(&manifest, dir, faults).map_err(|source| BundleError::Graph {
-                dir: dir.to_owned(),
-                source,
-            })?;
-        if !of_target.is_empty() {
-            return Err(files([of_target, of_draft].concat()));
-        }
-        let target_alone = Manifest {
-            draft: None,
-            ..manifest.clone()
-        };
-        target_alone.check_graphs(dir)?;
-        let draft_fault = if of_draft.is_empty() {
-            manifest.check_graphs(dir).err()
-        } else {
-            Some(files(of_draft))
-        };
+        let draft_fault = manifest.judge(dir, faults)?;
         Ok(Self {
             dir: dir.to_owned(),
             digest: manifest.digest(),
             manifest,
             draft_fault,
         })
+    }
+
+    /// Looks at a bundle directory without hashing: files by their sizes, graphs by their headers.
+    ///
+    /// Returns what is wrong with the draft alone, and opens nothing: bytes that nobody hashed are not for loading.
+    ///
+    /// # Errors
+    ///
+    /// As [`VerifiedBundle::open_target`], as far as sizes and headers show it.
+    pub fn inspect(dir: &Path) -> Result<Option<BundleError>, BundleError> {
+        let manifest = Manifest::load(dir).map_err(|source| BundleError::Manifest {
+            dir: dir.to_owned(),
+            source,
+        })?;
+        let faults = manifest.compare_sizes(dir).err().unwrap_or_default();
+        manifest.judge(dir, faults)
     }
 
     /// What is wrong with the draft of a bundle that was opened by [`VerifiedBundle::open_target`].
@@ -145,10 +140,61 @@ impl VerifiedBundle {
     }
 }
 
+impl Manifest {
+    /// What the faults of a directory, and its graphs, mean: those of the draft alone, or an error when the target can't be served.
+    fn judge(&self, dir: &Path, faults: Vec<Fault>) -> Result<Option<BundleError>, BundleError> {
+        let files = |faults| BundleError::Files {
+            dir: dir.to_owned(),
+            faults,
+        };
+        let (of_target, of_draft) =
+            draft_part::split(self, dir, faults).map_err(|source| BundleError::Graph {
+                dir: dir.to_owned(),
+                source,
+            })?;
+        if !of_target.is_empty() {
+            return Err(files([of_target, of_draft].concat()));
+        }
+        let target_alone = Self {
+            draft: None,
+            ..self.clone()
+        };
+        target_alone.check_graphs(dir)?;
+        Ok(if of_draft.is_empty() {
+            self.check_graphs(dir).err()
+        } else {
+            Some(files(of_draft))
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::{sample_bundle, sample_pair};
+
+    #[test]
+    fn an_inspection_sees_sizes_and_headers_and_no_digests() {
+        let dir = sample_pair();
+        assert!(VerifiedBundle::inspect(dir.path()).unwrap().is_none());
+        let path = dir.path().join("tokenizer.json");
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[0] ^= 1;
+        fs::write(&path, &bytes).unwrap();
+        assert!(VerifiedBundle::inspect(dir.path()).unwrap().is_none());
+        bytes.push(0);
+        fs::write(&path, &bytes).unwrap();
+        let lines = VerifiedBundle::inspect(dir.path()).unwrap_err().lines();
+        assert!(lines[0].starts_with("tokenizer.json: has"), "{lines:?}");
+        bytes.pop();
+        fs::write(&path, &bytes).unwrap();
+        fs::remove_file(dir.path().join("draft.onnx")).unwrap();
+        let lines = VerifiedBundle::inspect(dir.path())
+            .unwrap()
+            .unwrap()
+            .lines();
+        assert_eq!(lines, ["draft.onnx: missing"]);
+    }
 
     #[test]
     fn an_intact_bundle_opens_and_reads() {

@@ -141,6 +141,21 @@ impl BundleError {
 impl Manifest {
     /// Compares a directory with this manifest: every file is hashed, in parallel and streaming. Returns all faults, by path.
     pub fn verify(&self, dir: &Path) -> Result<(), Vec<Fault>> {
+        self.compare(dir, |path, entry, size_bytes| {
+            compare(dir, path, entry, size_bytes)
+        })
+    }
+
+    /// As [`Manifest::verify`], but sizes only: damage that keeps the size stays unseen.
+    pub fn compare_sizes(&self, dir: &Path) -> Result<(), Vec<Fault>> {
+        self.compare(dir, compare_size)
+    }
+
+    fn compare(
+        &self,
+        dir: &Path,
+        compare_file: impl Fn(&str, &FileEntry, u64) -> Option<Fault> + Sync,
+    ) -> Result<(), Vec<Fault>> {
         let mut faults = Vec::new();
         let mut found = BTreeMap::new();
         scan(dir, "", &mut found, &mut faults);
@@ -171,7 +186,7 @@ impl Manifest {
         faults.par_extend(
             to_hash
                 .into_par_iter()
-                .filter_map(|(path, entry, size_bytes)| compare(dir, path, entry, size_bytes)),
+                .filter_map(|(path, entry, size_bytes)| compare_file(path, entry, size_bytes)),
         );
         faults.sort_by(|a, b| a.path().cmp(b.path()));
         if faults.is_empty() {
@@ -240,16 +255,13 @@ impl Fault {
 
 /// Compares one plain file with its entry.
 fn compare(dir: &Path, path: &str, entry: &FileEntry, size_bytes: u64) -> Option<Fault> {
-    let wrong_size = |actual_bytes| Fault::WrongSize {
-        path: path.to_owned(),
-        expected_bytes: entry.size_bytes,
-        actual_bytes,
-    };
-    if size_bytes != entry.size_bytes {
-        return Some(wrong_size(size_bytes));
+    if let Some(fault) = compare_size(path, entry, size_bytes) {
+        return Some(fault);
     }
     match hash_file(&dir.join(path)) {
-        Ok((actual_bytes, _)) if actual_bytes != entry.size_bytes => Some(wrong_size(actual_bytes)),
+        Ok((actual_bytes, _)) if actual_bytes != entry.size_bytes => {
+            compare_size(path, entry, actual_bytes)
+        }
         Ok((_, actual)) if actual != entry.sha256 => Some(Fault::WrongDigest {
             path: path.to_owned(),
             expected: entry.sha256.clone(),
@@ -258,6 +270,14 @@ fn compare(dir: &Path, path: &str, entry: &FileEntry, size_bytes: u64) -> Option
         Ok(_) => None,
         Err(error) => Some(unreadable(path, &error)),
     }
+}
+
+fn compare_size(path: &str, entry: &FileEntry, actual_bytes: u64) -> Option<Fault> {
+    (actual_bytes != entry.size_bytes).then(|| Fault::WrongSize {
+        path: path.to_owned(),
+        expected_bytes: entry.size_bytes,
+        actual_bytes,
+    })
 }
 
 pub(crate) fn unreadable(path: &str, error: &io::Error) -> Fault {

@@ -33,7 +33,10 @@ pub struct Finding {
     /// Stable name, `part.subject`, for example `gpu.driver_mismatch`.
     pub id: &'static str,
     /// What it came to.
+    #[serde(rename = "status")]
     pub outcome: Outcome,
+    /// Whether a server can do without it: what is unknown then counts as a warning, not as a failure.
+    pub required: bool,
     /// What was found: the values that it rests on.
     pub evidence: String,
     /// What to do about it; for everything but a pass and a skip.
@@ -79,9 +82,23 @@ impl Finding {
         Self {
             id,
             outcome,
+            required: true,
             evidence: evidence.into(),
             remedy,
         }
+    }
+
+    /// The same check as one that a server can do without.
+    pub fn optional(self) -> Self {
+        Self {
+            required: false,
+            ..self
+        }
+    }
+
+    /// The part that it belongs to: its id up to the dot.
+    pub fn part(&self) -> &'static str {
+        self.id.split('.').next().unwrap_or(self.id)
     }
 }
 
@@ -96,4 +113,15 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         memory::checks,
     ];
     parts.iter().flat_map(|checks| checks(facts)).collect()
+}
+
+/// Bytes as people read them.
+pub(crate) fn bytes_text(bytes: u64) -> String {
+    let (value, unit) = match bytes {
+        0..1024 => return format!("{bytes} B"),
+        1024..1_048_576 => (bytes as f64 / 1024.0, "KiB"),
+        1_048_576..1_073_741_824 => (bytes as f64 / 1_048_576.0, "MiB"),
+        _ => (bytes as f64 / 1_073_741_824.0, "GiB"),
+    };
+    format!("{value:.1} {unit}")
 }

@@ -1,15 +1,46 @@
 //! Reads the facts of this machine.
 
+mod bundle;
+pub mod child;
+mod config;
+mod elf;
+mod host;
+mod permission;
+pub mod probe;
+mod runtime;
+
+use std::path::{Path, PathBuf};
+
+use outrider_server::config::Sources;
+
 use crate::facts::{Facts, SCHEMA_VERSION};
 
+/// What facts are read of.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the configuration is.
+    pub sources: Sources,
+    /// User that the server will run as; `None` is the user of this process.
+    pub user_id: Option<u32>,
+    /// Whether files of the bundle are only measured, and not hashed.
+    pub quick: bool,
+    /// The `outrider-preflight` executable: what can block or crash is read by a child of it.
+    pub program: PathBuf,
+}
+
 /// Reads every fact.
-pub fn collect() -> Facts {
+pub fn collect(options: &Options) -> Facts {
+    let config = config::collect(&options.sources);
+    let bundle = match &config.settings {
+        Some(settings) => bundle::collect(Path::new(&settings.bundle), options.quick),
+        None => Default::default(),
+    };
     Facts {
         schema_version: SCHEMA_VERSION,
-        config: Default::default(),
         gpu: Default::default(),
-        runtime: Default::default(),
-        bundle: Default::default(),
-        host: Default::default(),
+        runtime: runtime::collect(&config, &options.program),
+        host: host::collect(&config, &bundle.manifest, options.user_id),
+        bundle,
+        config,
     }
 }

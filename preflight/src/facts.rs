@@ -31,6 +31,12 @@ impl<T> Reading<T> {
     }
 }
 
+impl<T> Default for Reading<T> {
+    fn default() -> Self {
+        Self::Unknown("it was not read".to_owned())
+    }
+}
+
 impl<T, E: std::fmt::Display> From<Result<T, E>> for Reading<T> {
     fn from(result: Result<T, E>) -> Self {
         match result {

@@ -1,3 +1,171 @@
 //! `outrider-preflight`: says before a start whether a server will run here.
+//!
+//! Exit codes: 0 when it will, 1 when it will not or nobody can tell, 2 for a wrong command line or a fault of this program, 3 for warnings under
+//! `--strict`.
 
-fn main() {}
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::Parser;
+use outrider_preflight::checks;
+use outrider_preflight::collect::{self, Options, probe};
+use outrider_preflight::facts::{Facts, SCHEMA_VERSION};
+use outrider_preflight::report::{self, Report, Selection};
+use outrider_server::config::Sources;
+
+/// Checks a machine, a bundle and a configuration before a server starts on them. Changes nothing.
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Arguments {
+    #[command(subcommand)]
+    child: Option<Child>,
+    /// YAML file with the server's configuration; environment variables count as they do for the server
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Directory of the bundle; sets serving.bundle
+    #[arg(long, value_name = "DIR")]
+    bundle: Option<String>,
+    /// Sets any configuration key, for example serving.runtime.max_concurrency=4; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = key_and_value)]
+    settings: Vec<(String, String)>,
+    /// Number of the user that the server will run as [default: the user of this process]
+    #[arg(long, value_name = "UID")]
+    user: Option<u32>,
+    /// Take the sizes of the bundle's files, and not their digests
+    #[arg(long)]
+    quick: bool,
+    /// Judge facts that were written on another machine
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["config", "bundle", "settings", "user", "quick"])]
+    facts: Option<PathBuf>,
+    /// Write the facts into a file as well; they hold paths, addresses and sizes, and no secrets
+    #[arg(long, value_name = "FILE")]
+    facts_out: Option<PathBuf>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+    /// Only these checks, by id or part, such as gpu or host.ports; separated by commas
+    #[arg(long, value_name = "CHECKS", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Not these checks
+    #[arg(long, value_name = "CHECKS", value_delimiter = ',')]
+    skip: Vec<String>,
+    /// Say what a check looks at and when it complains, and exit
+    #[arg(long, value_name = "CHECK")]
+    explain: Option<String>,
+    /// End with exit code 3 when there are warnings
+    #[arg(long)]
+    strict: bool,
+}
+
+/// What this program runs in a child of itself, since it may block or crash.
+#[derive(clap::Subcommand)]
+enum Child {
+    /// Make a session with ONNX Runtime and run it
+    #[command(hide = true)]
+    ProbeRuntime(probe::Args),
+}
+
+fn key_and_value(text: &str) -> Result<(String, String), String> {
+    text.split_once('=')
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .ok_or_else(|| "must be a key, `=` and a value".to_owned())
+}
+
+/// Exit code of a fault of this program; clap ends with the same one after a wrong command line.
+const INTERNAL: u8 = 2;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    run(arguments).unwrap_or_else(|error| {
+        let _ = writeln!(anstream::stderr(), "outrider-preflight: {error:#}");
+        ExitCode::from(INTERNAL)
+    })
+}
+
+fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(child) = arguments.child {
+        return match child {
+            Child::ProbeRuntime(args) => print(&probe::run(&args)?).map(|()| ExitCode::SUCCESS),
+        };
+    }
+    if let Some(id) = &arguments.explain {
+        return explain(id);
+    }
+    let selection = Selection {
+        only: arguments.only,
+        skip: arguments.skip,
+    };
+    let facts = match &arguments.facts {
+        Some(path) => read_facts(path)?,
+        None => collect::collect(&Options {
+            sources: sources(arguments.config, arguments.bundle, arguments.settings),
+            user_id: arguments.user,
+            quick: arguments.quick,
+            program: std::env::current_exe().context("cannot tell which program this is")?,
+        }),
+    };
+    if let Some(path) = &arguments.facts_out {
+        write_facts(path, &facts)?;
+    }
+    let report = Report::new(selection.of(checks::run(&facts))?);
+    let text = if arguments.json {
+        report.to_json()
+    } else {
+        report.to_text()
+    };
+    print(&text)?;
+    Ok(ExitCode::from(report.exit_code(arguments.strict)))
+}
+
+fn sources(
+    config: Option<PathBuf>,
+    bundle: Option<String>,
+    settings: Vec<(String, String)>,
+) -> Sources {
+    let bundle = bundle.map(|bundle| ("serving.bundle".to_owned(), bundle));
+    Sources {
+        file: config,
+        environment: std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .collect(),
+        flags: settings.into_iter().chain(bundle).collect(),
+    }
+}
+
+fn explain(id: &str) -> anyhow::Result<ExitCode> {
+    let Some(text) = report::explain(id) else {
+        let known: Vec<&str> = report::documented_ids().collect();
+        bail!("{id:?} is no check; these are: {}", known.join(", "));
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn read_facts(path: &PathBuf) -> anyhow::Result<Facts> {
+    let unreadable = || format!("cannot read the facts in {}", path.display());
+    let text = std::fs::read(path).with_context(unreadable)?;
+    let json: serde_json::Value = serde_json::from_slice(&text).with_context(unreadable)?;
+    let version = &json["schema_version"];
+    if *version != SCHEMA_VERSION {
+        bail!(
+            "{}: schema_version is {version}, this build reads {SCHEMA_VERSION}",
+            path.display()
+        );
+    }
+    serde_json::from_value(json).with_context(unreadable)
+}
+
+fn write_facts(path: &PathBuf, facts: &Facts) -> anyhow::Result<()> {
+    let json = serde_json::to_vec_pretty(facts).context("the facts are no JSON")?;
+    let aside = path.with_extension("partial");
+    outrider_bundle::digest::write_atomic(path, &aside, &json)
+        .with_context(|| format!("cannot write the facts to {}", path.display()))
+}
+
+fn print(text: &str) -> anyhow::Result<()> {
+    anstream::stdout()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")
+}

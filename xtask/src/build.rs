@@ -26,15 +26,18 @@ pub fn cargo(workspace: &Workspace) -> Command {
 
 /// Builds `outrider-server`.
 pub fn server(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf> {
+    binary(workspace, profile, "outrider-server")
+}
+
+/// Builds `outrider-preflight`.
+pub fn preflight(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf> {
+    binary(workspace, profile, "outrider-preflight")
+}
+
+fn binary(workspace: &Workspace, profile: Profile, name: &str) -> anyhow::Result<PathBuf> {
     let mut command = cargo(workspace);
     // All members are selected, so that their features unite as they do for `cargo test --workspace`; only this one is built.
-    command.args([
-        "build",
-        "--quiet",
-        "--workspace",
-        "--bin",
-        "outrider-server",
-    ]);
+    command.args(["build", "--quiet", "--workspace", "--bin", name]);
     command.args(["--message-format", "json-render-diagnostics"]);
     if profile == Profile::Release {
         command.arg("--release");
@@ -44,9 +47,9 @@ pub fn server(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf
         .output()
         .context("cannot run cargo")?;
     if !output.status.success() {
-        bail!("cargo could not build outrider-server: {}", output.status);
+        bail!("cargo could not build {name}: {}", output.status);
     }
-    executable(&output.stdout).context("cargo named no outrider-server executable")
+    executable(&output.stdout).with_context(|| format!("cargo named no {name} executable"))
 }
 
 /// The executable among cargo's messages, one JSON object a line.

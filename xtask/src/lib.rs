@@ -20,6 +20,7 @@ pub mod fuzz;
 pub mod machine;
 pub mod measure;
 pub mod output;
+pub mod preflight;
 pub mod prompts;
 pub mod python;
 pub mod random;

@@ -1,7 +1,7 @@
 //! `cargo xtask`: the command line for model owners and operators.
 //!
-//! This file only dispatches to the tasks of the library. Exit status 0 is success, 1 failure, 2 wrong usage; `serve` and `test` end with the
-//! status of what they run.
+//! This file only dispatches to the tasks of the library. Exit status 0 is success, 1 failure, 2 wrong usage; `serve`, `test` and
+//! `preflight` end with the status of what they run.
 
 #![expect(
     clippy::print_stderr,
@@ -11,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bench, bundle, export, fetch, fuzz, measure, serve, soak, test};
+use xtask::{bench, bundle, export, fetch, fuzz, measure, preflight, serve, soak, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -31,6 +31,8 @@ enum Task {
     Export(export::Args),
     /// Fetch, export, check and serve a model
     Serve(serve::Args),
+    /// Say whether a server will run here before it is started
+    Preflight(preflight::Args),
     /// Run every test, with all it needs
     Test(test::Args),
     /// Feed what reads outside bytes with inputs that are made up
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Task::Bundle(args) => bundle::run(args).map(|()| ExitCode::SUCCESS),
         Task::Export(args) => export::run(args).map(|()| ExitCode::SUCCESS),
         Task::Serve(args) => serve::run(args),
+        Task::Preflight(args) => preflight::run(args),
         Task::Test(args) => test::run(args),
         Task::Fuzz(args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),

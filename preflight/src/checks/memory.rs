@@ -1,9 +1,480 @@
 //! What the server will take of memory, item by item, against what is free.
+//!
+//! Sizes come from the graphs' own tensors, never from a formula over configuration numbers: a cache of unknown shape is unknown, and never said to fit.
+//! Items that no graph gives are estimates, which were set by measuring a server; they are marked as such.
 
-use super::Finding;
-use crate::facts::Facts;
+use super::{Finding, bundle, bytes_text};
+use crate::facts::bundle::GraphFacts;
+use crate::facts::config::{ExecutionProvider, Settings};
+use crate::facts::{Facts, Reading};
+
+/// What is kept free beyond what the items say.
+const MARGIN: f64 = 0.15;
+
+/// The same on a device, where context and workspaces are estimates.
+const DEVICE_MARGIN: f64 = 0.20;
+
+/// Fewest cache rows of a slot beyond its context, as the server has them.
+const HEADROOM_TOKENS: u64 = 32;
+
+const MIB: u64 = 1 << 20;
+
+/// Program, threads and tables of a process without a model.
+const PROCESS_BYTES: u64 = 32 * MIB;
+
+/// Resident bytes for each byte of a tokenizer's file: its tables of tokens and merges.
+const TOKENIZER_RATIO: u64 = 12;
+
+/// Intermediate values of a CPU session.
+const CPU_WORKSPACE_BYTES: u64 = 12 * MIB;
+
+/// A CUDA context.
+const CONTEXT_BYTES: u64 = 500 * MIB;
+
+/// Workspaces of cuBLAS and intermediate values of a CUDA session; its arena grows in powers of two.
+const CUDA_WORKSPACE_BYTES: u64 = 256 * MIB;
+
+/// Step in which a context that fits is looked for.
+const CONTEXT_STEP_TOKENS: u64 = 64;
 
 /// Every check of this part.
-pub fn checks(_: &Facts) -> Vec<Finding> {
-    Vec::new()
+pub fn checks(facts: &Facts) -> Vec<Finding> {
+    let Some(settings) = &facts.config.settings else {
+        return vec![Finding::skip(
+            "memory.ram",
+            "the configuration has faults, so nobody can tell what it needs",
+        )];
+    };
+    if facts.bundle.manifest.known().is_none() {
+        return vec![Finding::skip(
+            "memory.ram",
+            "there is no bundle whose needs could be told",
+        )];
+    }
+    let shape = match Shape::of(facts, settings) {
+        Ok(shape) => shape,
+        Err(reason) => {
+            return vec![Finding::unknown(
+                "memory.ram",
+                format!("the needs of the model are not known: {reason}"),
+                "make the bundle again with `cargo xtask export`",
+            )];
+        }
+    };
+    let mut findings = vec![kv_share(facts, settings, &shape), ram(facts, &shape)];
+    findings.push(match facts.config.execution_provider {
+        ExecutionProvider::Cpu => {
+            Finding::skip("memory.device", "serving.runtime.execution_provider is cpu")
+        }
+        ExecutionProvider::Cuda => device(facts, &shape),
+    });
+    findings
+}
+
+/// One part of what is needed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// What it is for.
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: u64,
+    /// Whether it is an estimate.
+    pub is_estimate: bool,
+}
+
+impl Item {
+    fn exact(name: &'static str, bytes: u64) -> Self {
+        Self {
+            name,
+            bytes,
+            is_estimate: false,
+        }
+    }
+
+    fn estimate(name: &'static str, bytes: u64) -> Self {
+        Self {
+            name,
+            bytes,
+            is_estimate: true,
+        }
+    }
+}
+
+/// The sum of items.
+pub fn total(items: &[Item]) -> u64 {
+    items.iter().map(|item| item.bytes).sum()
+}
+
+/// What a server of a configuration and a bundle is like, in the numbers that decide its memory.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Completions that run at the same time.
+    pub max_concurrency: u64,
+    /// Tokens of one slot.
+    pub context_tokens: u64,
+    prefix_cache_slots: u64,
+    prefill_chunk_tokens: u64,
+    target: Part,
+    draft: Option<DraftPart>,
+    tap_columns: u64,
+    logits_columns: u64,
+    tokenizer_bytes: u64,
+    library_bytes: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Part {
+    weight_bytes: u64,
+    file_bytes: u64,
+    row_bytes: u64,
+}
+
+#[derive(Clone, Debug)]
+struct DraftPart {
+    part: Part,
+    /// Tokens of a block as the graph has it, and as it is configured.
+    block_size: [u64; 2],
+    context_tokens: u64,
+}
+
+impl Shape {
+    /// The shape that the facts describe.
+    ///
+    /// # Errors
+    ///
+    /// Something of it is not known.
+    pub fn of(facts: &Facts, settings: &Settings) -> Result<Self, String> {
+        let bundle = &facts.bundle;
+        let manifest = match &bundle.manifest {
+            Reading::Known(manifest) => manifest,
+            Reading::Unknown(reason) => return Err(reason.clone()),
+        };
+        let file_bytes = |graph: &str| {
+            let files = manifest.files.iter();
+            files
+                .filter(|(name, _)| name.starts_with(graph))
+                .map(|(_, file)| file.size_bytes)
+                .sum()
+        };
+        let part = |graph: &Reading<GraphFacts>, path: &str| match graph {
+            Reading::Unknown(reason) => Err(reason.clone()),
+            Reading::Known(graph) => Ok(Part {
+                weight_bytes: graph.initializer_bytes,
+                file_bytes: file_bytes(path),
+                row_bytes: row_bytes(graph)?,
+            }),
+        };
+        let target_graph = bundle.target.known();
+        let draft = match (&manifest.draft, &bundle.draft) {
+            (Some(draft), Some(graph)) if bundle::will_draft(facts) => Some(DraftPart {
+                part: part(graph, &draft.graph)?,
+                block_size: [
+                    draft.block_size as u64,
+                    settings
+                        .speculative
+                        .draft_block_size
+                        .unwrap_or(draft.block_size) as u64,
+                ],
+                context_tokens: draft.context_tokens as u64,
+            }),
+            _ => None,
+        };
+        let tokenizer = manifest.files.get(&manifest.text.tokenizer);
+        Ok(Self {
+            max_concurrency: settings.max_concurrency as u64,
+            context_tokens: settings
+                .context_tokens
+                .unwrap_or(manifest.target.context_tokens) as u64,
+            prefix_cache_slots: settings.prefix_cache_slots as u64,
+            prefill_chunk_tokens: settings.prefill_chunk_tokens as u64,
+            target: part(&bundle.target, &manifest.target.graph)?,
+            draft,
+            tap_columns: target_graph.map_or(0, |graph| graph.tap_columns),
+            logits_columns: target_graph.map_or(0, |graph| graph.logits_columns),
+            tokenizer_bytes: tokenizer.map_or(0, |file| file.size_bytes),
+            library_bytes: facts
+                .runtime
+                .library
+                .known()
+                .map_or(0, |library| library.size_bytes),
+        })
+    }
+
+    fn slots(&self) -> u64 {
+        self.max_concurrency + self.prefix_cache_slots
+    }
+
+    /// Rows of one sequence in a step: a whole block, at an even width.
+    fn step_rows(&self) -> u64 {
+        let block = self.draft.as_ref().map_or(1, |draft| draft.block_size[1]);
+        block.max(2).next_multiple_of(2)
+    }
+
+    fn target_kv_bytes(&self) -> u64 {
+        let headroom = self.step_rows().max(HEADROOM_TOKENS);
+        self.slots() * (self.context_tokens + headroom) * self.target.row_bytes
+    }
+
+    fn draft_kv_bytes(&self) -> u64 {
+        self.draft.as_ref().map_or(0, |draft| {
+            // The last block may reach past the context.
+            let rows = self.context_tokens + draft.block_size[0];
+            self.slots() * draft.context_tokens.min(rows) * draft.part.row_bytes
+        })
+    }
+
+    /// Keys and values of target and draft.
+    pub fn kv_bytes(&self) -> u64 {
+        self.target_kv_bytes() + self.draft_kv_bytes()
+    }
+
+    /// What a server on the CPU has in memory when every slot is full.
+    pub fn ram_items(&self) -> Vec<Item> {
+        let sessions = 1 + u64::from(self.draft.is_some());
+        let mut items = self.model_items(1);
+        items.push(Item::estimate("workspace", sessions * CPU_WORKSPACE_BYTES));
+        items.push(Item::estimate(
+            "process",
+            PROCESS_BYTES + self.library_bytes,
+        ));
+        items.push(Item::estimate(
+            "tokenizer",
+            TOKENIZER_RATIO * self.tokenizer_bytes,
+        ));
+        items
+    }
+
+    /// What a start has in memory for a moment: the bytes of a graph's files beside what the session makes of them.
+    fn load_peak_bytes(&self) -> u64 {
+        let target = self.target.weight_bytes + self.target.file_bytes;
+        let draft = self.draft.as_ref().map_or(0, |draft| {
+            self.target.weight_bytes + draft.part.weight_bytes + draft.part.file_bytes
+        });
+        target.max(draft) + PROCESS_BYTES + self.library_bytes
+    }
+
+    /// What a server takes of a device.
+    fn device_items(&self) -> Vec<Item> {
+        let sessions = 1 + u64::from(self.draft.is_some());
+        // Caches are inputs and outputs of each pass, and both are on the device while it runs.
+        let mut items = self.model_items(2);
+        items.push(Item::estimate("workspace", sessions * CUDA_WORKSPACE_BYTES));
+        items.push(Item::estimate("context", CONTEXT_BYTES));
+        items
+    }
+
+    fn model_items(&self, kv_copies: u64) -> Vec<Item> {
+        let rows = self.max_concurrency * self.step_rows();
+        let tap_rows = rows.max(self.prefill_chunk_tokens.next_multiple_of(2));
+        let mut items = vec![
+            Item::exact("target weights", self.target.weight_bytes),
+            Item::exact("target keys and values", kv_copies * self.target_kv_bytes()),
+        ];
+        if let Some(draft) = &self.draft {
+            items.push(Item::exact("draft weights", draft.part.weight_bytes));
+            items.push(Item::exact(
+                "draft keys and values",
+                kv_copies * self.draft_kv_bytes(),
+            ));
+            items.push(Item::exact("taps", tap_rows * self.tap_columns * 4));
+        }
+        items.push(Item::exact("logits", rows * self.logits_columns * 4));
+        items
+    }
+
+    /// The largest changes of one number that `fits`: a `max_concurrency`, and a context.
+    fn alternatives(&self, fits: impl Fn(&Self) -> bool) -> Vec<String> {
+        let concurrency = (1..self.max_concurrency).rev().find(|&max_concurrency| {
+            fits(&Self {
+                max_concurrency,
+                ..self.clone()
+            })
+        });
+        let steps = self.context_tokens / CONTEXT_STEP_TOKENS;
+        let context = (1..=steps)
+            .rev()
+            .map(|step| step * CONTEXT_STEP_TOKENS)
+            .filter(|&tokens| tokens < self.context_tokens)
+            .find(|&context_tokens| {
+                fits(&Self {
+                    context_tokens,
+                    ..self.clone()
+                })
+            });
+        let text = |name: &str, value: Option<u64>| {
+            value.map(|value| format!("serving.runtime.{name} {value} would fit"))
+        };
+        [
+            text("max_concurrency", concurrency),
+            text("context_tokens", context),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+/// Bytes of a row of all caches of a graph.
+fn row_bytes(graph: &GraphFacts) -> Result<u64, String> {
+    if graph.caches.is_empty() {
+        return Err("the graph has no caches".to_owned());
+    }
+    let of_cache = graph.caches.iter().map(|cache| {
+        let unknown = || format!("the graph does not fix the shape of {}", cache.name);
+        cache.row_bytes.ok_or_else(unknown)
+    });
+    of_cache.sum()
+}
+
+/// The server's own rule: keys and values may take a share of the free memory.
+fn kv_share(facts: &Facts, settings: &Settings, shape: &Shape) -> Finding {
+    let id = "memory.kv_share";
+    let free_bytes = match &facts.host.memory.available_bytes {
+        Reading::Known(free_bytes) => *free_bytes,
+        Reading::Unknown(reason) => return no_free_memory(id, reason),
+    };
+    let allowed_bytes = (free_bytes as f64 * settings.kv_cache_ratio) as u64;
+    let needed_bytes = shape.kv_bytes();
+    let evidence = format!(
+        "keys and values of {} slots of {} tokens need {}; serving.runtime.kv_cache_ratio {} of {} free allows {}",
+        shape.slots(),
+        shape.context_tokens,
+        bytes_text(needed_bytes),
+        settings.kv_cache_ratio,
+        bytes_text(free_bytes),
+        bytes_text(allowed_bytes)
+    );
+    if needed_bytes <= allowed_bytes {
+        return Finding::pass(id, evidence);
+    }
+    let fits = shape.alternatives(|other| other.kv_bytes() <= allowed_bytes);
+    Finding::fail(
+        id,
+        format!("{evidence}, so the server refuses to start"),
+        remedy(
+            fits,
+            "lower serving.runtime.max_concurrency, serving.runtime.prefix_cache_slots or serving.runtime.context_tokens, or raise serving.runtime.kv_cache_ratio",
+        ),
+    )
+}
+
+fn ram(facts: &Facts, shape: &Shape) -> Finding {
+    let id = "memory.ram";
+    let free_bytes = match &facts.host.memory.available_bytes {
+        Reading::Known(free_bytes) => *free_bytes,
+        Reading::Unknown(reason) => return no_free_memory(id, reason),
+    };
+    let on_device = facts.config.execution_provider == ExecutionProvider::Cuda;
+    let items = |shape: &Shape| {
+        let mut items = shape.ram_items();
+        if on_device {
+            // Weights are on the device once they are loaded.
+            items.retain(|item| !item.name.ends_with("weights") && item.name != "workspace");
+        }
+        items
+    };
+    let needs = |shape: &Shape| total(&items(shape)).max(shape.load_peak_bytes());
+    let mut list = items(shape);
+    let steady_bytes = total(&list);
+    let peak_bytes = shape.load_peak_bytes();
+    if peak_bytes > steady_bytes {
+        list.push(Item::exact(
+            "files while they are loaded",
+            peak_bytes - steady_bytes,
+        ));
+    }
+    judge(
+        id,
+        "in RAM",
+        &list,
+        free_bytes,
+        MARGIN,
+        shape,
+        &needs,
+        "give the machine or the container more memory",
+    )
+}
+
+fn device(facts: &Facts, shape: &Shape) -> Finding {
+    let id = "memory.device";
+    match free_device_bytes(facts) {
+        Ok(free_bytes) => judge(
+            id,
+            "on the device",
+            &shape.device_items(),
+            free_bytes,
+            DEVICE_MARGIN,
+            shape,
+            &|shape| total(&shape.device_items()),
+            "end other processes on the device, or take a larger one",
+        ),
+        Err(reason) => Finding::unknown(
+            id,
+            format!(
+                "{} are needed, and what is free is not known: {reason}",
+                bytes_text(total(&shape.device_items()))
+            ),
+            "correct what the checks of gpu say first",
+        ),
+    }
+}
+
+/// What is free on the configured device.
+fn free_device_bytes(_: &Facts) -> Result<u64, String> {
+    Err("the device was not read".to_owned())
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one table row, for RAM and for a device"
+)]
+fn judge(
+    id: &'static str,
+    place: &str,
+    items: &[Item],
+    free_bytes: u64,
+    margin: f64,
+    shape: &Shape,
+    needs: &dyn Fn(&Shape) -> u64,
+    otherwise: &str,
+) -> Finding {
+    let needed_bytes = total(items);
+    let with_margin = |bytes: u64| (bytes as f64 * (1.0 + margin)) as u64;
+    let mut lines = vec![format!(
+        "{} are needed {place} and {} more kept free; {} are free",
+        bytes_text(needed_bytes),
+        bytes_text(with_margin(needed_bytes) - needed_bytes),
+        bytes_text(free_bytes)
+    )];
+    lines.extend(items.iter().map(|item| {
+        let mark = if item.is_estimate { ", estimated" } else { "" };
+        format!("{:>11}  {}{mark}", bytes_text(item.bytes), item.name)
+    }));
+    let evidence = lines.join("\n");
+    if with_margin(needed_bytes) <= free_bytes {
+        return Finding::pass(id, evidence);
+    }
+    let fits = shape.alternatives(|other| with_margin(needs(other)) <= free_bytes);
+    let remedy = remedy(fits, otherwise);
+    if needed_bytes <= free_bytes {
+        Finding::warn(id, evidence, remedy)
+    } else {
+        Finding::fail(id, evidence, remedy)
+    }
+}
+
+fn remedy(fits: Vec<String>, otherwise: &str) -> String {
+    if fits.is_empty() {
+        format!("no max_concurrency and no context of this model fits: {otherwise}")
+    } else {
+        format!("{}; or {otherwise}", fits.join("; "))
+    }
+}
+
+fn no_free_memory(id: &'static str, reason: &str) -> Finding {
+    Finding::unknown(
+        id,
+        format!("what is free is not known: {reason}"),
+        "run this where /proc/meminfo can be read",
+    )
 }

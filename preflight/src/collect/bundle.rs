@@ -1,0 +1,250 @@
+//! Reads a bundle: manifest, files and graphs.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use outrider_bundle::facts::{Dim, GraphFacts as Structure};
+use outrider_bundle::onnx::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
+use outrider_bundle::{Manifest, VerifiedBundle};
+use prost::Message as _;
+
+use crate::facts::Reading;
+use crate::facts::bundle::{BundleFacts, Cache, Depth, GraphFacts};
+
+/// Largest graph whose nodes are read; weights of larger ones are inside the file, and are not worth the memory.
+const MAX_GRAPH_BYTES: u64 = 256 << 20;
+
+/// Most nodes that are named as a fault.
+const MAX_NAMED_NODES: usize = 8;
+
+/// Reads the bundle in `dir`; `quick` looks at sizes and headers only.
+pub fn collect(dir: &Path, quick: bool) -> BundleFacts {
+    let manifest = match Manifest::load(dir) {
+        Ok(manifest) => manifest,
+        Err(error) => {
+            let reason = error.lines().join("\n");
+            return BundleFacts {
+                manifest: Reading::Unknown(reason),
+                ..BundleFacts::default()
+            };
+        }
+    };
+    let (depth, looked_at) = if quick {
+        (Depth::Sizes, VerifiedBundle::inspect(dir))
+    } else {
+        let opened = VerifiedBundle::open_target(dir);
+        let draft_lines = |bundle: &VerifiedBundle| {
+            let lines = bundle.draft_fault().map(|fault| fault.lines());
+            lines.unwrap_or_default()
+        };
+        return facts(
+            dir,
+            manifest,
+            Depth::Digests,
+            opened
+                .map(|bundle| draft_lines(&bundle))
+                .map_err(|error| error.lines()),
+        );
+    };
+    let looked_at = looked_at
+        .map(|fault| fault.map(|fault| fault.lines()).unwrap_or_default())
+        .map_err(|error| error.lines());
+    facts(dir, manifest, depth, looked_at)
+}
+
+/// `looked_at` has the faults of the draft alone, or those of the target.
+fn facts(
+    dir: &Path,
+    manifest: Manifest,
+    depth: Depth,
+    looked_at: Result<Vec<String>, Vec<String>>,
+) -> BundleFacts {
+    let (target_faults, draft_faults) = match looked_at {
+        Ok(of_draft) => (Vec::new(), of_draft),
+        Err(of_target) => (of_target, Vec::new()),
+    };
+    let graph = |path: &str| read_graph(&dir.join(path)).into();
+    BundleFacts {
+        depth,
+        digest: Reading::Known(manifest.digest()),
+        target_faults,
+        draft_faults,
+        target: graph(&manifest.target.graph),
+        draft: manifest.draft.as_ref().map(|draft| graph(&draft.graph)),
+        manifest: Reading::Known(manifest),
+    }
+}
+
+/// Reads the facts of a graph.
+pub fn read_graph(path: &Path) -> Result<GraphFacts, String> {
+    let structure = Structure::read(path).map_err(|error| chain(&error))?;
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_GRAPH_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+    if bytes.len() as u64 > MAX_GRAPH_BYTES {
+        return Err(format!(
+            "{} is larger than {MAX_GRAPH_BYTES} bytes: its weights are not in files of their own",
+            path.display()
+        ));
+    }
+    let model = ModelProto::decode(bytes.as_slice())
+        .map_err(|error| format!("{} is no ONNX model: {error}", path.display()))?;
+    Ok(facts_of(&structure, model.graph.unwrap_or_default()))
+}
+
+fn facts_of(structure: &Structure, graph: GraphProto) -> GraphFacts {
+    let cache = |input: &outrider_bundle::facts::ValueFacts| {
+        let is_cache = ["key_cache.", "value_cache."]
+            .iter()
+            .any(|prefix| input.name.starts_with(prefix));
+        is_cache.then(|| Cache {
+            name: input.name.clone(),
+            row_bytes: row_bytes(input),
+        })
+    };
+    let columns = |name: &str| {
+        let output = structure.outputs.iter().find(|output| output.name == name);
+        match output.and_then(|output| output.shape.as_ref()?.last()) {
+            Some(Dim::Size(size)) => u64::try_from(*size).unwrap_or(0),
+            _ => 0,
+        }
+    };
+    let mixing = graph.node.iter().filter(|node| mixes_rows(node));
+    GraphFacts {
+        initializer_bytes: graph.initializer.iter().map(tensor_bytes).sum(),
+        caches: structure.inputs.iter().filter_map(cache).collect(),
+        logits_columns: columns("logits"),
+        tap_columns: columns("aux_hidden_states"),
+        ops: structure.ops.clone(),
+        row_mixing_nodes: mixing
+            .map(|node| format!("{} {}", node.op_type, node.name).trim().to_owned())
+            .take(MAX_NAMED_NODES)
+            .collect(),
+    }
+}
+
+/// Bytes of a row of a cache `[batch, rows, columns]`.
+fn row_bytes(input: &outrider_bundle::facts::ValueFacts) -> Option<u64> {
+    let element_bytes = match input.dtype.as_str() {
+        "float32" => 4,
+        "float16" | "bfloat16" => 2,
+        _ => return None,
+    };
+    match input.shape.as_ref()?.last()? {
+        Dim::Size(columns) => u64::try_from(*columns)
+            .ok()
+            .map(|columns| columns * element_bytes),
+        _ => None,
+    }
+}
+
+fn tensor_bytes(tensor: &TensorProto) -> u64 {
+    let element_bits = match DataType::try_from(tensor.data_type) {
+        Ok(DataType::Uint8 | DataType::Int8 | DataType::Bool) => 8,
+        Ok(DataType::Float16 | DataType::Bfloat16) => 16,
+        Ok(DataType::Float | DataType::Int32) => 32,
+        Ok(DataType::Int64 | DataType::Double) => 64,
+        // No graph that can be served has another type.
+        Ok(DataType::Undefined) | Err(_) => 0,
+    };
+    let elements = tensor.dims.iter().try_fold(1u64, |product, &dim| {
+        product.checked_mul(u64::try_from(dim).ok()?)
+    });
+    elements.unwrap_or(0).saturating_mul(element_bits) / 8
+}
+
+/// Whether what a node computes for one row depends on other rows of the same pass.
+///
+/// One scale for a whole tensor is how dynamic quantisation is done by `DynamicQuantizeLinear` and the fused operators made from it.
+/// Written out in standard operators it is a reduction without axes, which reduces over every row.
+fn mixes_rows(node: &NodeProto) -> bool {
+    match (node.domain.as_str(), node.op_type.as_str()) {
+        ("" | "ai.onnx", "DynamicQuantizeLinear")
+        | ("com.microsoft", "DynamicQuantizeMatMul" | "DynamicQuantizeLSTM") => true,
+        ("" | "ai.onnx", "ReduceMax" | "ReduceMin" | "ReduceMean" | "ReduceSum") => {
+            let axes_input = node.input.get(1).is_some_and(|name| !name.is_empty());
+            let attribute = |name: &str| node.attribute.iter().find(|it| it.name == name);
+            let does_nothing = attribute("noop_with_empty_axes").is_some_and(|it| it.i == 1);
+            !axes_input && attribute("axes").is_none() && !does_nothing
+        }
+        _ => false,
+    }
+}
+
+/// An error and its causes as one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use outrider_bundle::onnx::AttributeProto;
+
+    use super::*;
+
+    fn node(domain: &str, op_type: &str, inputs: &[&str], attributes: &[(&str, i64)]) -> NodeProto {
+        NodeProto {
+            input: inputs.iter().map(|name| (*name).to_owned()).collect(),
+            op_type: op_type.to_owned(),
+            domain: domain.to_owned(),
+            attribute: attributes
+                .iter()
+                .map(|&(name, i)| AttributeProto {
+                    name: name.to_owned(),
+                    i,
+                    ..AttributeProto::default()
+                })
+                .collect(),
+            ..NodeProto::default()
+        }
+    }
+
+    #[test]
+    fn one_scale_for_a_whole_tensor_is_seen_in_every_form_and_one_for_a_row_is_none() {
+        for mixing in [
+            node("", "DynamicQuantizeLinear", &["x"], &[]),
+            node("com.microsoft", "DynamicQuantizeMatMul", &["x", "w"], &[]),
+            node("", "ReduceMax", &["x"], &[("keepdims", 1)]),
+            node("", "ReduceMax", &["x", ""], &[]),
+        ] {
+            assert!(mixes_rows(&mixing), "{mixing:?}");
+        }
+        for apart in [
+            node("", "ReduceMax", &["x", "axes"], &[("keepdims", 1)]),
+            node("", "ReduceMean", &["x"], &[("axes", 0)]),
+            node("", "ReduceSum", &["x"], &[("noop_with_empty_axes", 1)]),
+            node("", "MatMulInteger", &["x", "w"], &[]),
+            node("com.microsoft", "MatMulNBits", &["x", "w", "s"], &[]),
+        ] {
+            assert!(!mixes_rows(&apart), "{apart:?}");
+        }
+    }
+
+    #[test]
+    fn a_weight_counts_in_full_for_each_tensor_that_holds_it() {
+        let tensor = |data_type: DataType, dims: &[i64]| TensorProto {
+            dims: dims.to_vec(),
+            data_type: data_type.into(),
+            ..TensorProto::default()
+        };
+        assert_eq!(tensor_bytes(&tensor(DataType::Float, &[3, 5])), 60);
+        assert_eq!(tensor_bytes(&tensor(DataType::Int8, &[7])), 7);
+        assert_eq!(tensor_bytes(&tensor(DataType::Bfloat16, &[])), 2);
+        assert_eq!(tensor_bytes(&tensor(DataType::Float, &[-1])), 0);
+        let graph = GraphProto {
+            initializer: vec![tensor(DataType::Float, &[4]); 2],
+            ..GraphProto::default()
+        };
+        let facts = facts_of(&Structure::default(), graph);
+        assert_eq!(facts.initializer_bytes, 32);
+    }
+}

@@ -1,0 +1,188 @@
+//! What a user may do with a path: asked of the kernel for the user of this process, worked out from owners and modes for another one.
+//!
+//! Access control lists, capabilities and security modules are not seen for another user.
+//! Users and groups are read from `/etc/passwd` and `/etc/group`: a name service may block for minutes.
+
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use rustix::fs::Access;
+
+use crate::facts::host::User;
+
+/// What somebody wants to do with a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Read it.
+    Read,
+    /// Write to it, or make files in it.
+    Write,
+}
+
+const EXECUTE_BIT: u32 = 1;
+
+impl Wanted {
+    fn bit(self) -> u32 {
+        match self {
+            Self::Read => 4,
+            Self::Write => 2,
+        }
+    }
+
+    fn verb(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write to",
+        }
+    }
+}
+
+/// Number of the user of this process.
+pub fn own_user_id() -> u32 {
+    // The kernel gives the files of a process to its effective user.
+    fs::metadata("/proc/self").map_or(0, |metadata| metadata.uid())
+}
+
+/// A user by number, with the name and groups that the files of this machine give it.
+pub fn user(id: u32) -> User {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    user_in(id, &read("/etc/passwd"), &read("/etc/group"))
+}
+
+fn user_in(id: u32, passwd: &str, group: &str) -> User {
+    let entry = passwd.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let is_it = fields.get(2)?.parse() == Ok(id);
+        is_it.then(|| Some((fields[0].to_owned(), fields.get(3)?.parse::<u32>().ok()?)))?
+    });
+    let Some((name, primary)) = entry else {
+        // A number without an entry, as containers use it, has the group of root.
+        return User {
+            id,
+            name: None,
+            group_ids: vec![0],
+        };
+    };
+    let mut group_ids = vec![primary];
+    group_ids.extend(group.lines().filter_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let is_member = fields.get(3)?.split(',').any(|member| member == name);
+        is_member.then(|| fields.get(2)?.parse::<u32>().ok())?
+    }));
+    User {
+        id,
+        name: Some(name),
+        group_ids,
+    }
+}
+
+/// Whether a user may do something with a path, or why not.
+pub fn check(user: &User, is_own: bool, path: &Path, wanted: Wanted) -> Result<(), String> {
+    let unreadable = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+    if is_own {
+        let access = match wanted {
+            Wanted::Read => Access::READ_OK,
+            Wanted::Write => Access::WRITE_OK,
+        };
+        return rustix::fs::access(path, access).map_err(|error| unreadable(path, error.into()));
+    }
+    let path = path
+        .canonicalize()
+        .map_err(|error| unreadable(path, error))?;
+    let ancestors: Vec<&Path> = path.ancestors().skip(1).collect();
+    for dir in ancestors.into_iter().rev() {
+        let metadata = fs::metadata(dir).map_err(|error| unreadable(dir, error))?;
+        if !allows(user, &metadata, EXECUTE_BIT) {
+            return Err(refusal(user, "enter", dir, &metadata));
+        }
+    }
+    let metadata = fs::metadata(&path).map_err(|error| unreadable(&path, error))?;
+    if allows(user, &metadata, wanted.bit()) {
+        Ok(())
+    } else {
+        Err(refusal(user, wanted.verb(), &path, &metadata))
+    }
+}
+
+fn allows(user: &User, metadata: &Metadata, bit: u32) -> bool {
+    let shift = if metadata.uid() == user.id {
+        6
+    } else if user.group_ids.contains(&metadata.gid()) {
+        3
+    } else {
+        0
+    };
+    user.id == 0 || (metadata.mode() >> shift) & bit != 0
+}
+
+fn refusal(user: &User, verb: &str, path: &Path, metadata: &Metadata) -> String {
+    format!(
+        "user {} may not {verb} {}, which has mode {:03o}, user {} and group {}",
+        user.id,
+        path.display(),
+        metadata.mode() & 0o777,
+        metadata.uid(),
+        metadata.gid()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    const PASSWD: &str =
+        "root:x:0:0:root:/root:/bin/sh\noutrider:x:990:991::/:/bin/false\nbroken\n";
+    const GROUP: &str = "root:x:0:\noutrider:x:991:\nmodels:x:1200:alice,outrider\nbroken\n";
+
+    #[test]
+    fn a_user_has_its_groups_and_a_number_without_a_name_has_that_of_root() {
+        let user = user_in(990, PASSWD, GROUP);
+        assert_eq!(user.name.as_deref(), Some("outrider"));
+        assert_eq!(user.group_ids, [991, 1200]);
+        let nameless = user_in(4711, PASSWD, GROUP);
+        assert_eq!((nameless.name, nameless.group_ids), (None, vec![0]));
+    }
+
+    #[test]
+    fn another_user_is_held_to_modes_of_the_file_and_of_every_directory_above() {
+        let dir = tempfile::tempdir().unwrap();
+        let inner = dir.path().join("inner");
+        fs::create_dir(&inner).unwrap();
+        let file = inner.join("weights");
+        fs::write(&file, "").unwrap();
+        let mode = |path: &Path, mode| {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        };
+        mode(dir.path(), 0o755);
+        // Nobody's number and nobody's group.
+        let stranger = User {
+            id: 4_000_000,
+            name: None,
+            group_ids: vec![4_000_000],
+        };
+        let check = |wanted| check(&stranger, false, &file, wanted);
+        for (of_dir, of_file, reads, writes) in [
+            (0o755, 0o644, true, false),
+            (0o755, 0o666, true, true),
+            (0o755, 0o640, false, false),
+            (0o750, 0o666, false, false),
+            (0o711, 0o604, true, false),
+        ] {
+            mode(&inner, of_dir);
+            mode(&file, of_file);
+            assert_eq!(check(Wanted::Read).is_ok(), reads, "{of_dir:o} {of_file:o}");
+            assert_eq!(
+                check(Wanted::Write).is_ok(),
+                writes,
+                "{of_dir:o} {of_file:o}"
+            );
+        }
+        mode(&inner, 0o700);
+        let refusal = check(Wanted::Read).unwrap_err();
+        assert!(refusal.contains("may not enter"), "{refusal}");
+        mode(&inner, 0o755);
+    }
+}
