@@ -4,7 +4,7 @@
 //! `--strict`.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -143,7 +143,7 @@ fn explain(id: &str) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn read_facts(path: &PathBuf) -> anyhow::Result<Facts> {
+fn read_facts(path: &Path) -> anyhow::Result<Facts> {
     let unreadable = || format!("cannot read the facts in {}", path.display());
     let text = std::fs::read(path).with_context(unreadable)?;
     let json: serde_json::Value = serde_json::from_slice(&text).with_context(unreadable)?;
@@ -157,7 +157,7 @@ fn read_facts(path: &PathBuf) -> anyhow::Result<Facts> {
     serde_json::from_value(json).with_context(unreadable)
 }
 
-fn write_facts(path: &PathBuf, facts: &Facts) -> anyhow::Result<()> {
+fn write_facts(path: &Path, facts: &Facts) -> anyhow::Result<()> {
     let json = serde_json::to_vec_pretty(facts).context("the facts are no JSON")?;
     let aside = path.with_extension("partial");
     outrider_bundle::digest::write_atomic(path, &aside, &json)

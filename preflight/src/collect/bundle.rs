@@ -6,6 +6,7 @@ use std::path::Path;
 
 use outrider_bundle::facts::{Dim, GraphFacts as Structure};
 use outrider_bundle::onnx::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
+use outrider_bundle::verify::BundleError;
 use outrider_bundle::{Manifest, VerifiedBundle};
 use prost::Message as _;
 
@@ -30,39 +31,21 @@ pub fn collect(dir: &Path, quick: bool) -> BundleFacts {
             };
         }
     };
-    let (depth, looked_at) = if quick {
-        (Depth::Sizes, VerifiedBundle::inspect(dir))
+    let lines = |fault: &BundleError| fault.lines();
+    let (depth, of_draft) = if quick {
+        let inspected = VerifiedBundle::inspect(dir);
+        (
+            Depth::Sizes,
+            inspected.map(|fault| fault.as_ref().map(lines)),
+        )
     } else {
         let opened = VerifiedBundle::open_target(dir);
-        let draft_lines = |bundle: &VerifiedBundle| {
-            let lines = bundle.draft_fault().map(|fault| fault.lines());
-            lines.unwrap_or_default()
-        };
-        return facts(
-            dir,
-            manifest,
-            Depth::Digests,
-            opened
-                .map(|bundle| draft_lines(&bundle))
-                .map_err(|error| error.lines()),
-        );
+        let of_draft = opened.map(|bundle| bundle.draft_fault().map(lines));
+        (Depth::Digests, of_draft)
     };
-    let looked_at = looked_at
-        .map(|fault| fault.map(|fault| fault.lines()).unwrap_or_default())
-        .map_err(|error| error.lines());
-    facts(dir, manifest, depth, looked_at)
-}
-
-/// `looked_at` has the faults of the draft alone, or those of the target.
-fn facts(
-    dir: &Path,
-    manifest: Manifest,
-    depth: Depth,
-    looked_at: Result<Vec<String>, Vec<String>>,
-) -> BundleFacts {
-    let (target_faults, draft_faults) = match looked_at {
-        Ok(of_draft) => (Vec::new(), of_draft),
-        Err(of_target) => (of_target, Vec::new()),
+    let (draft_faults, target_faults) = match of_draft {
+        Ok(of_draft) => (of_draft.unwrap_or_default(), Vec::new()),
+        Err(of_target) => (Vec::new(), of_target.lines()),
     };
     let graph = |path: &str| read_graph(&dir.join(path)).into();
     BundleFacts {

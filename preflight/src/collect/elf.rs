@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_file_that_is_no_library_is_an_error() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "text").unwrap();
+        fs::write(file.path(), "text").unwrap();
         let error = library(file.path(), &Search::default(), &[]).unwrap_err();
         assert!(error.contains("is no shared library"), "{error}");
     }
