@@ -89,6 +89,7 @@ fn main() -> ExitCode {
         measures::{
             int8_perplexity_is_within_three_percent_of_fp32,
             fp32_memory_is_little_more_than_weights_and_kv_slab,
+            preflight_knows_what_a_server_with_full_slots_has_in_memory,
         },
         observability::{
             a_request_can_be_followed_from_caller_to_collector_log_and_audit_log,

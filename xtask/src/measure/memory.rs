@@ -25,6 +25,39 @@ const START_DEADLINE: Duration = Duration::from_secs(180);
 /// Most resident memory for each byte of weights and slab.
 pub const MEMORY_RATIO_LIMIT: f64 = 1.25;
 
+/// Repetitions of the sentence that fill a slot of [`CONTEXT_TOKENS`] but for the answer.
+const FULL_REPETITIONS: usize = 95;
+
+/// How long the prompts of a measurement are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prompts {
+    /// From a few tokens to half a slot.
+    Mixed,
+    /// Nearly a whole slot each, every one with a beginning of its own, so that all slots are full in the end.
+    Full,
+}
+
+impl Prompts {
+    fn of_request(self, number: usize) -> String {
+        match self {
+            Self::Mixed => "The ship came in. ".repeat(1 + number),
+            Self::Full => format!(
+                "{number}: {}",
+                "The ship came in. ".repeat(FULL_REPETITIONS)
+            ),
+        }
+    }
+}
+
+/// The settings of a measured server, by their keys.
+pub fn settings() -> [(&'static str, usize); 3] {
+    [
+        ("serving.runtime.context_tokens", CONTEXT_TOKENS),
+        ("serving.runtime.max_concurrency", SLOTS),
+        ("serving.runtime.prefix_cache_slots", PREFIX_CACHE_SLOTS),
+    ]
+}
+
 /// What a server holds, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
@@ -68,20 +101,20 @@ impl fmt::Display for Memory {
 }
 
 /// Starts the server, sends the requests and reads the kernel's figures of the process.
-pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
+pub fn measure_memory(command: &ServerCommand, prompts: Prompts) -> anyhow::Result<Memory> {
     let bundle = command
         .settings
         .iter()
         .rfind(|(key, _)| key == "serving.bundle")
         .context("the command serves no bundle")?;
     let manifest = Manifest::load(bundle.1.as_ref())?;
-    let server = command
-        .clone()
-        .set("serving.runtime.context_tokens", CONTEXT_TOKENS)
-        .set("serving.runtime.max_concurrency", SLOTS)
-        .set("serving.runtime.prefix_cache_slots", PREFIX_CACHE_SLOTS)
-        .start_ready(START_DEADLINE)?;
-    send_requests(&server.endpoint(), &manifest.name)?;
+    let command = settings()
+        .iter()
+        .fold(command.clone(), |command, (key, value)| {
+            command.set(key, value)
+        });
+    let server = command.start_ready(START_DEADLINE)?;
+    send_requests(&server.endpoint(), &manifest.name, prompts)?;
     Ok(Memory {
         requests: REQUESTS,
         resident_bytes: machine::resident_bytes(server.id())?,
@@ -91,8 +124,8 @@ pub fn measure_memory(command: &ServerCommand) -> anyhow::Result<Memory> {
     })
 }
 
-/// As many requests at a time as there are slots, with prompts from a few tokens to half a slot.
-fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
+/// As many requests at a time as there are slots.
+fn send_requests(endpoint: &str, model: &str, prompts: Prompts) -> anyhow::Result<()> {
     let next = AtomicUsize::new(0);
     let send = || -> anyhow::Result<()> {
         let client = Client::new(endpoint, ClientOptions::default())?;
@@ -101,7 +134,7 @@ fn send_requests(endpoint: &str, model: &str) -> anyhow::Result<()> {
             if number >= REQUESTS {
                 return Ok(());
             }
-            let prompt = "The ship came in. ".repeat(1 + number);
+            let prompt = prompts.of_request(number);
             let api = if number.is_multiple_of(2) {
                 Api::Completions
             } else {

@@ -4,7 +4,9 @@ pub mod lossless;
 mod memory;
 mod perplexity;
 
-pub use memory::{MEMORY_RATIO_LIMIT, Memory, measure_memory};
+pub use memory::{
+    MEMORY_RATIO_LIMIT, Memory, Prompts, measure_memory, settings as memory_settings,
+};
 pub use perplexity::{Perplexity, measure_perplexity};
 
 use std::path::PathBuf;
@@ -39,6 +41,9 @@ enum Command {
         /// Bundle directory; the reference model in fp32 when not given
         #[arg(long, value_name = "DIR")]
         bundle: Option<PathBuf>,
+        /// Fill every slot, so that what preflight predicts can be compared
+        #[arg(long)]
+        full: bool,
     },
     /// Answers with drafting off and on, compared bit for bit
     Lossless(lossless::Args),
@@ -53,9 +58,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             let text = text.unwrap_or_else(|| workspace.root().join(perplexity::DEFAULT_TEXT));
             println!("{}", measure_perplexity(&command, &text)?);
         }
-        Command::Memory { bundle } => {
+        Command::Memory { bundle, full } => {
             let command = server(&workspace, bundle, Precision::Fp32)?;
-            println!("{}", measure_memory(&command)?);
+            let prompts = if full { Prompts::Full } else { Prompts::Mixed };
+            println!("{}", measure_memory(&command, prompts)?);
         }
         Command::Lossless(args) => lossless::measure(&workspace, args)?,
     }
