@@ -16,7 +16,7 @@ use outrider_server::config::Sources;
 use crate::facts::{Facts, SCHEMA_VERSION};
 
 /// What facts are read of.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Where the configuration is.
     pub sources: Sources,

@@ -485,7 +485,8 @@ const CHANGES: &[(&str, Change)] = &[
         facts.bundle.draft_faults = vec!["draft.onnx: missing".to_owned()];
         settings(facts).speculative.required = true;
     }),
-    ("there is no draft", |facts| {
+    ("a draft is required and there is none", |facts| {
+        settings(facts).speculative.required = true;
         of_manifest(facts).draft = None;
         facts.bundle.draft = None;
     }),
@@ -524,12 +525,12 @@ const CHANGES: &[(&str, Change)] = &[
     ("keys and values take more than their share", |facts| {
         settings(facts).kv_cache_ratio = 0.005;
     }),
-    ("the target fits and the draft does not", |facts| {
+    ("weights do not fit", |facts| {
         facts.host.memory.available_bytes = Reading::Known(4 * GIB + (700 << 20));
     }),
     ("it fits without a margin", |facts| {
         settings(facts).context_tokens = Some(4096);
-        facts.host.memory.available_bytes = Reading::Known(9 * GIB + (800 << 20));
+        facts.host.memory.available_bytes = Reading::Known(8 * GIB + (800 << 20));
     }),
     ("slots are too many and could be fewer", |facts| {
         settings(facts).max_concurrency = 1024;

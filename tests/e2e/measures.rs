@@ -74,10 +74,10 @@ fn predicted_bytes(command: &ServerCommand) -> u64 {
     };
     let facts = collect::collect(&Options {
         sources,
-        user_id: None,
         quick: true,
         // Nothing is asked of what children would read.
         program: "/nonexistent".into(),
+        ..Options::default()
     });
     let settings = facts.config.settings.as_ref();
     let settings = settings.unwrap_or_else(|| panic!("{:?}", facts.config.faults));

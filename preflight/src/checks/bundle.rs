@@ -95,12 +95,13 @@ fn draft(manifest: &Manifest, bundle: &BundleFacts, settings: &Settings) -> Find
         }
     };
     match (&manifest.draft, bundle.draft_faults.as_slice()) {
-        (None, _) if !speculative.enabled && !speculative.required => {
-            Finding::skip(id, "the bundle has no draft, and none is asked for")
+        // A target alone is an ordinary deployment, although drafting is on unless it is switched off.
+        (None, _) if !speculative.required => {
+            Finding::skip(id, "the bundle has no draft, and none is required")
         }
         (None, _) => complain(
             "the bundle has no draft".to_owned(),
-            "export the bundle with --draft, or set serving.speculative.enabled and serving.speculative.required to false",
+            "export the bundle with --draft, or set serving.speculative.required to false",
         ),
         (Some(_), []) => Finding::pass(id, "the draft's files are those of the manifest"),
         (Some(_), faults) => complain(

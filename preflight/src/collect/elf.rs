@@ -16,8 +16,14 @@ use crate::facts::runtime::{Library, Needed};
 /// Most libraries that are looked at below one.
 const MAX_LIBRARIES: usize = 128;
 
-/// Directories that the loader looks in at last.
-const DEFAULT_DIRS: [&str; 4] = ["/lib64", "/usr/lib64", "/lib", "/usr/lib"];
+/// Directories that the loader looks in at last; Debian's has those of the architecture among them.
+fn default_dirs() -> Vec<PathBuf> {
+    let of_arch = format!("lib/{}-linux-gnu", std::env::consts::ARCH);
+    let dirs = [of_arch.as_str(), "lib64", "lib"];
+    let dirs = dirs.iter();
+    dirs.flat_map(|dir| ["/", "/usr"].map(|root| Path::new(root).join(dir)))
+        .collect()
+}
 
 /// Where the loader looks beside what a library names itself.
 #[derive(Clone, Debug, Default)]
@@ -37,7 +43,7 @@ impl Search {
                 .filter(|dir| !dir.as_os_str().is_empty())
                 .collect(),
             cache: read_cache(&cache),
-            defaults: DEFAULT_DIRS.map(PathBuf::from).to_vec(),
+            defaults: default_dirs(),
         }
     }
 
