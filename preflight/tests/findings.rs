@@ -530,7 +530,7 @@ const CHANGES: &[(&str, Change)] = &[
     }),
     ("it fits without a margin", |facts| {
         settings(facts).context_tokens = Some(4096);
-        facts.host.memory.available_bytes = Reading::Known(8 * GIB + (800 << 20));
+        facts.host.memory.available_bytes = Reading::Known(12 * GIB + (800 << 20));
     }),
     ("slots are too many and could be fewer", |facts| {
         settings(facts).max_concurrency = 1024;
@@ -565,6 +565,21 @@ fn every_change_for_the_worse_is_found_and_comes_with_a_remedy() {
         text_of_all.push_str(&format!("# {name}\n\n{}\n", text(news)));
     }
     insta::assert_snapshot!(text_of_all);
+}
+
+/// What `--facts-out` says of `libonnxruntime_providers_cuda.so` of the package onnxruntime-gpu 1.31.1 on a machine without CUDA.
+const REAL_PROVIDER: &str = include_str!("data/onnxruntime-gpu-1.31.1-cuda-provider.json");
+
+#[test]
+fn the_real_cuda_provider_names_its_cuda_and_every_library_that_a_machine_without_it_lacks() {
+    let provider: Library = serde_json::from_str(REAL_PROVIDER).unwrap();
+    assert_eq!(provider.cuda_major(), Some(13));
+    let mut facts = healthy();
+    on_cuda(&mut facts, true);
+    facts.runtime.cuda_provider = Some(Reading::Known(provider));
+    let mut findings = findings(&facts);
+    findings.retain(|finding| finding.id == "runtime.cuda_provider");
+    insta::assert_snapshot!(text(findings));
 }
 
 #[test]

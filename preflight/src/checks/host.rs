@@ -407,7 +407,7 @@ fn kernel(kernel: &Kernel) -> Vec<Finding> {
                 (value == 2).then(|| {
                     (
                         "memory for keys and values counts in full from the start, whether it is used or not".to_owned(),
-                        "set vm.overcommit_memory to 0 or 1, or see that CommitLimit in /proc/meminfo has room for what memory.budget says".to_owned(),
+                        "set vm.overcommit_memory to 0 or 1, or see that CommitLimit in /proc/meminfo has room for what memory.ram says".to_owned(),
                     )
                 })
             },

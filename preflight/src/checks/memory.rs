@@ -244,11 +244,12 @@ impl Shape {
         items
     }
 
-    /// What a start has in memory for a moment: the bytes of a graph's files beside what the session makes of them.
+    /// What a start has in memory for a moment: the bytes of a graph's files, the weights as they were read, and the weights as operators pack them.
     fn load_peak_bytes(&self) -> u64 {
-        let target = self.target.weight_bytes + self.target.file_bytes;
+        let while_loaded = |part: &Part| part.file_bytes + 2 * part.weight_bytes;
+        let target = while_loaded(&self.target);
         let draft = self.draft.as_ref().map_or(0, |draft| {
-            self.target.weight_bytes + draft.part.weight_bytes + draft.part.file_bytes
+            self.target.weight_bytes + while_loaded(&draft.part)
         });
         target.max(draft) + PROCESS_BYTES + self.library_bytes
     }
@@ -379,7 +380,7 @@ fn ram(facts: &Facts, shape: &Shape) -> Finding {
     let peak_bytes = shape.load_peak_bytes();
     if peak_bytes > steady_bytes {
         list.push(Item::exact(
-            "files while they are loaded",
+            "weights while they are loaded",
             peak_bytes - steady_bytes,
         ));
     }
