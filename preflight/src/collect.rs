@@ -4,6 +4,7 @@ mod bundle;
 pub mod child;
 mod config;
 mod elf;
+pub mod gpu;
 mod host;
 mod permission;
 pub mod probe;
@@ -13,6 +14,8 @@ use std::path::{Path, PathBuf};
 
 use outrider_server::config::Sources;
 
+use crate::facts::config::ExecutionProvider;
+use crate::facts::gpu::GpuFacts;
 use crate::facts::{Facts, SCHEMA_VERSION};
 
 /// What facts are read of.
@@ -26,6 +29,21 @@ pub struct Options {
     pub quick: bool,
     /// The `outrider-preflight` executable: what can block or crash is read by a child of it.
     pub program: PathBuf,
+    /// NVIDIA's management library, where it is not the one that the loader finds.
+    pub nvml_library: Option<PathBuf>,
+}
+
+impl Options {
+    fn gpu(&self) -> gpu::Options {
+        let options = gpu::Options::new(self.program.clone());
+        match &self.nvml_library {
+            Some(nvml_library) => gpu::Options {
+                nvml_library: nvml_library.clone(),
+                ..options
+            },
+            None => options,
+        }
+    }
 }
 
 /// Reads every fact.
@@ -37,7 +55,12 @@ pub fn collect(options: &Options) -> Facts {
     };
     Facts {
         schema_version: SCHEMA_VERSION,
-        gpu: Default::default(),
+        gpu: match config.execution_provider {
+            ExecutionProvider::Cpu => {
+                GpuFacts::not_read("serving.runtime.execution_provider is cpu")
+            }
+            ExecutionProvider::Cuda => gpu::collect(&options.gpu()),
+        },
         runtime: runtime::collect(&config, &options.program),
         host: host::collect(&config, &bundle.manifest, options.user_id),
         bundle,

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use clap::Parser;
 use outrider_preflight::checks;
-use outrider_preflight::collect::{self, Options, probe};
+use outrider_preflight::collect::{self, Options, gpu, probe};
 use outrider_preflight::facts::{Facts, SCHEMA_VERSION};
 use outrider_preflight::report::{self, Report, Selection};
 use outrider_server::config::Sources;
@@ -33,11 +33,14 @@ struct Arguments {
     /// Number of the user that the server will run as [default: the user of this process]
     #[arg(long, value_name = "UID")]
     user: Option<u32>,
+    /// NVIDIA's management library, where the loader does not find it
+    #[arg(long, value_name = "FILE")]
+    nvml_library: Option<PathBuf>,
     /// Take the sizes of the bundle's files, and not their digests
     #[arg(long)]
     quick: bool,
     /// Judge facts that were written on another machine
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["config", "bundle", "settings", "user", "quick"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["config", "bundle", "settings", "user", "nvml_library", "quick"])]
     facts: Option<PathBuf>,
     /// Write the facts into a file as well; they hold paths, addresses and sizes, and no secrets
     #[arg(long, value_name = "FILE")]
@@ -65,6 +68,9 @@ enum Child {
     /// Make a session with ONNX Runtime and run it
     #[command(hide = true)]
     ProbeRuntime(probe::Args),
+    /// Ask NVIDIA's management library for everything about GPUs
+    #[command(hide = true)]
+    CollectGpu(gpu::ReaderArgs),
 }
 
 fn key_and_value(text: &str) -> Result<(String, String), String> {
@@ -88,6 +94,10 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if let Some(child) = arguments.child {
         return match child {
             Child::ProbeRuntime(args) => print(&probe::run(&args)?).map(|()| ExitCode::SUCCESS),
+            Child::CollectGpu(args) => {
+                gpu::tell(&args).context("cannot tell what the GPUs said")?;
+                Ok(ExitCode::SUCCESS)
+            }
         };
     }
     if let Some(id) = &arguments.explain {
@@ -104,6 +114,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             user_id: arguments.user,
             quick: arguments.quick,
             program: std::env::current_exe().context("cannot tell which program this is")?,
+            nvml_library: arguments.nvml_library,
         }),
     };
     if let Some(path) = &arguments.facts_out {

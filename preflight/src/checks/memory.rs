@@ -421,8 +421,11 @@ fn device(facts: &Facts, shape: &Shape) -> Finding {
 }
 
 /// What is free on the configured device.
-fn free_device_bytes(_: &Facts) -> Result<u64, String> {
-    Err("the device was not read".to_owned())
+fn free_device_bytes(facts: &Facts) -> Result<u64, String> {
+    match super::gpu::free_bytes(&facts.gpu, facts.config.device_id) {
+        Reading::Known(bytes) => Ok(bytes),
+        Reading::Unknown(reason) => Err(reason),
+    }
 }
 
 #[expect(

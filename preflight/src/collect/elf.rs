@@ -47,6 +47,15 @@ impl Search {
         }
     }
 
+    /// The file that the loader takes for a library that is asked for by name while a program runs.
+    pub fn by_name(&self, name: &str) -> Option<PathBuf> {
+        let program = Own {
+            arch: std::env::consts::ARCH.to_owned(),
+            ..Default::default()
+        };
+        self.find(name, &program)
+    }
+
     fn find(&self, name: &str, own: &Own) -> Option<PathBuf> {
         if name.contains('/') {
             return Some(PathBuf::from(name)).filter(|path| path.is_file());
