@@ -81,14 +81,14 @@ mod tests {
 
     #[test]
     fn the_reference_model_is_taken_only_where_nothing_else_is_named() {
-        let names_no_other = |arguments: &[&str]| {
+        let names = |arguments: &[&str]| {
             let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
-            super::names_no_other(&arguments, &["--config", "--facts"])
+            names_no_other(&arguments, &["--config", "--facts"])
         };
-        assert!(names_no_other(&[]));
-        assert!(names_no_other(&["--quick", "--facts-out", "facts.json"]));
-        assert!(!names_no_other(&["--config", "server.yaml"]));
-        assert!(!names_no_other(&["--config=server.yaml"]));
-        assert!(!names_no_other(&["--json", "--facts=facts.json"]));
+        assert!(names(&[]));
+        assert!(names(&["--quick", "--facts-out", "facts.json"]));
+        assert!(!names(&["--config", "server.yaml"]));
+        assert!(!names(&["--config=server.yaml"]));
+        assert!(!names(&["--json", "--facts=facts.json"]));
     }
 }

@@ -279,14 +279,24 @@ fn number(path: &Path) -> Option<u64> {
 
 fn clock() -> Clock {
     let source = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
     Clock {
-        unix_time_s: since.map_or(0, |time| time.as_secs()),
+        unix_time_s: unix_time_s(),
         source: fs::read_to_string(source)
             .ok()
             .map(|text| text.trim().to_owned()),
         synchronised: synchronised(Path::new("/")),
     }
+}
+
+/// What the wall clock says; 0 before 1970.
+fn unix_time_s() -> u64 {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "whether the clock is right is the question"
+    )]
+    let now = SystemTime::now();
+    now.duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
 }
 
 /// What systemd-timesyncd or chrony left on the disk; the kernel itself can only be asked with a system call that no safe crate wraps.
@@ -298,8 +308,7 @@ fn synchronised(root: &Path) -> Option<bool> {
     let drift = fs::metadata(root.join("var/lib/chrony/drift")).ok()?;
     let running = root.join("run/chrony").is_dir();
     let day_s = 86_400;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs();
-    let age_s = now.saturating_sub(u64::try_from(drift.mtime()).ok()?);
+    let age_s = unix_time_s().saturating_sub(u64::try_from(drift.mtime()).ok()?);
     running.then_some(age_s < day_s)
 }
 
