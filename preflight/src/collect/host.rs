@@ -201,6 +201,11 @@ fn holder(address: SocketAddr) -> Option<String> {
         .find_map(|table| listening_inode(&table, address.port()))?;
     let link = format!("socket:[{inode}]");
     for process in fs::read_dir("/proc").ok()?.flatten() {
+        let id = process.file_name().to_string_lossy().into_owned();
+        // `self` and `thread-self` are other names of a process that comes by its number as well.
+        if id.parse::<u32>().is_err() {
+            continue;
+        }
         let Ok(files) = fs::read_dir(process.path().join("fd")) else {
             continue;
         };
@@ -209,7 +214,6 @@ fn holder(address: SocketAddr) -> Option<String> {
         };
         if files.flatten().any(holds) {
             let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            let id = process.file_name().to_string_lossy().into_owned();
             return Some(format!("process {id} ({})", name.trim()));
         }
     }
