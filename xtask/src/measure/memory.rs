@@ -26,7 +26,7 @@ const START_DEADLINE: Duration = Duration::from_secs(180);
 pub const MEMORY_RATIO_LIMIT: f64 = 1.25;
 
 /// Repetitions of the sentence that fill a slot of [`CONTEXT_TOKENS`] but for the answer.
-const FULL_REPETITIONS: usize = 95;
+const FULL_REPETITIONS: usize = 92;
 
 /// How long the prompts of a measurement are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
