@@ -99,6 +99,7 @@ fn main() -> ExitCode {
             the_server_passes_the_smoke_checks,
             the_server_passes_at_the_edges,
             drafting_changes_no_answer_by_the_judgement_of_verify,
+            verify_finds_each_fault_before_the_real_server,
         },
         speculation::{
             the_recorded_pair_gives_its_tokens_and_keeps_as_many_drafts,
