@@ -10,6 +10,7 @@ pub mod auth;
 pub mod config;
 pub mod draft;
 pub mod engine;
+mod files;
 pub mod http;
 pub mod launch;
 pub mod lifecycle;

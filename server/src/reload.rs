@@ -2,9 +2,17 @@
 //!
 //! Which keys may change is in [`crate::config::Key::changes_while_running`]. A fault anywhere, or a change of another key, refuses the whole reload,
 //! and the server goes on as it was.
+//!
+//! It is done on a thread of its own: a file on a disk that hangs holds up the reload, and nothing else.
 
+use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use arc_swap::ArcSwap;
+use sd_notify::NotifyState;
 
 use actix_web::web;
 
@@ -16,6 +24,7 @@ use crate::launch::{FileError, Files};
 use crate::listen;
 use crate::loader;
 use crate::logging::LogControl;
+use crate::systemd;
 use crate::tls::Certificate;
 
 /// How the last reload went.
@@ -57,7 +66,7 @@ pub enum ReloadError {
 /// Reads the configuration again and puts it in place.
 pub struct Reloader {
     sources: Sources,
-    config: Arc<Config>,
+    config: Arc<ArcSwap<Config>>,
     state: web::Data<State>,
     certificate: Option<Arc<Certificate>>,
     log: Option<LogControl>,
@@ -77,7 +86,7 @@ impl Reloader {
     ) -> Self {
         Self {
             sources,
-            config,
+            config: Arc::new(ArcSwap::new(config)),
             state,
             certificate,
             log,
@@ -85,13 +94,32 @@ impl Reloader {
         }
     }
 
-    /// The configuration that holds.
-    pub fn config(&self) -> &Config {
-        &self.config
+    /// Starts the thread that reads the configuration whenever it is asked to. It ends when nobody can ask any more.
+    ///
+    /// # Errors
+    ///
+    /// There can be no thread.
+    pub fn start(self) -> io::Result<Reloads> {
+        let (ask, asked) = channel();
+        let config = Arc::clone(&self.config);
+        thread::Builder::new()
+            .name("reload".to_owned())
+            .spawn(move || self.run(&asked))?;
+        Ok(Reloads { ask, config })
+    }
+
+    fn run(self, asked: &Receiver<()>) {
+        while asked.recv().is_ok() {
+            // Whoever asked since the last one began asks for the same.
+            while asked.try_recv().is_ok() {}
+            systemd::notify_reloading();
+            self.reload();
+            systemd::notify(&[NotifyState::Ready]);
+        }
     }
 
     /// Reads the configuration from where it came from and puts it in place; logs and counts how that went.
-    pub fn reload(&mut self) {
+    fn reload(&self) {
         let outcome = match self.replace() {
             Ok(changed) => {
                 tracing::info!(changed = changed.join(", "), "configuration read again");
@@ -105,9 +133,10 @@ impl Reloader {
         self.state.reloaded(outcome);
     }
 
-    fn replace(&mut self) -> Result<Vec<&'static str>, ReloadError> {
+    fn replace(&self) -> Result<Vec<&'static str>, ReloadError> {
         let config = Config::load(&self.sources)?;
-        let changed = self.config.changes_to(&config);
+        let old = self.config.load_full();
+        let changed = old.changes_to(&config);
         let fixed: Vec<&'static str> = changed
             .iter()
             .filter(|key| !key.changes_while_running())
@@ -137,12 +166,32 @@ impl Reloader {
         }
         if let Some(backend) = self.state.backend() {
             backend.set_limits(loader::engine_limits(&config));
-            if config.speculative.enabled != self.config.speculative.enabled {
+            if config.speculative.enabled != old.speculative.enabled {
                 switch_drafting(&**backend, config.speculative.enabled);
             }
         }
-        self.config = Arc::new(config);
+        self.config.store(Arc::new(config));
         Ok(changed.into_iter().map(|key| key.path).collect())
+    }
+}
+
+/// The running reloads.
+pub struct Reloads {
+    ask: Sender<()>,
+    config: Arc<ArcSwap<Config>>,
+}
+
+impl Reloads {
+    /// The configuration that holds.
+    pub fn config(&self) -> Arc<Config> {
+        self.config.load_full()
+    }
+
+    /// Has the configuration read again. It waits for nothing.
+    pub fn ask(&self) {
+        if self.ask.send(()).is_err() {
+            tracing::error!("the thread that reads the configuration again has ended");
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use crate::http::backend::Backend;
 use crate::http::{self, State, admin};
 use crate::launch::Launch;
 use crate::lifecycle::{Drain, Startup};
-use crate::reload::Reloader;
+use crate::reload::{Reloader, Reloads};
 use crate::{metrics, systemd, watch};
 
 /// How often histograms are compacted when nobody scrapes them.
@@ -99,7 +99,7 @@ pub async fn run(
     let drain = Arc::new(Drain::default());
     let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
     let state = web::Data::new(state);
-    let mut reloader = Reloader::new(
+    let reloader = Reloader::new(
         sources,
         config.clone(),
         state.clone(),
@@ -107,6 +107,7 @@ pub async fn run(
         log,
         listener.try_clone()?,
     );
+    let reloads = reloader.start()?;
 
     let server = http::serve(state.clone(), listener, &connections)?;
     let (admin, socket_file) =
@@ -139,12 +140,12 @@ pub async fn run(
     })?;
 
     let mut has_ended = false;
-    let ending = match serve(&mut happenings, &mut reloader, &state).await {
+    let ending = match serve(&mut happenings, &reloads, &state).await {
         Either::Left(name) => {
             tracing::info!(signal = name, in_flight = drain.in_flight(), "stopping");
             systemd::notify(&[NotifyState::Stopping, NotifyState::Status("stopping")]);
             drain.begin();
-            let grace = reloader.config().shutdown_grace;
+            let grace = reloads.config().shutdown_grace;
             has_ended = finish_requests(&drain, &mut happenings, grace).await;
             Ending::Stopped
         }
@@ -163,7 +164,7 @@ pub async fn run(
         }
     };
     // From here on the engine may well stand still, and nobody is to wait in the queue of a socket.
-    drop((watch, reloader));
+    drop((watch, reloads));
     stop_listening(&handles).await;
     drop(socket_file);
     if let Some(audit) = state.audit() {
@@ -196,7 +197,7 @@ pub async fn run(
 /// Reloads as often as asked; returns the signal that stops the server, or how the loader ended.
 async fn serve(
     happenings: &mut UnboundedReceiver<Happening>,
-    reloader: &mut Reloader,
+    reloads: &Reloads,
     state: &State,
 ) -> Either<&'static str, Result<(), String>> {
     let mut ready = false;
@@ -215,22 +216,16 @@ async fn serve(
                     systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
                 }
                 if std::mem::take(&mut reload_waits) {
-                    reload(reloader);
+                    reloads.ask();
                 }
             }
-            Some(Happening::Reload) if ready => reload(reloader),
+            Some(Happening::Reload) if ready => reloads.ask(),
             Some(Happening::Reload) => {
                 tracing::info!("the configuration is read again once the model is loaded");
                 reload_waits = true;
             }
         }
     }
-}
-
-fn reload(reloader: &mut Reloader) {
-    systemd::notify_reloading();
-    reloader.reload();
-    systemd::notify(&[NotifyState::Ready]);
 }
 
 /// Sends connections what they still have to get, for as long as [`http::FLUSH_SECONDS`], and closes them.

@@ -13,7 +13,7 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use crate::config;
+use crate::{config, files};
 
 /// Why certificate and key can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,7 @@ impl Identity {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    std::fs::read(path).map_err(|source| TlsError::Unreadable {
+    files::read(path).map_err(|source| TlsError::Unreadable {
         path: path.to_owned(),
         source,
     })

@@ -13,7 +13,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use record::{Body, Parameters, Record, SCHEMA_VERSION, Speculation, Texts};
 
@@ -29,6 +29,12 @@ const QUEUE_BYTES: usize = 64 << 20;
 
 /// Between two attempts to write a line.
 const RETRY: Duration = Duration::from_millis(500);
+
+/// A line that takes longer is a fault, although it may be written yet.
+const SLOW_WRITE: Duration = Duration::from_secs(5);
+
+/// How long whoever has the file opened again waits for it.
+const REOPEN: Duration = Duration::from_secs(5);
 
 /// How long the last lines may take when the server ends.
 const LAST_LINES: Duration = Duration::from_secs(5);
@@ -70,6 +76,8 @@ struct Queue {
     lost_lines: u64,
     /// Why the last line was not written.
     fault: Option<String>,
+    /// Since when the writer is busy with a line.
+    writing_since: Option<Instant>,
     reopen: Reopen,
     ending: bool,
     ended: bool,
@@ -148,28 +156,37 @@ impl AuditLog {
 
     /// Why lines can't be written at present.
     pub fn fault(&self) -> Option<String> {
-        self.0.shared.lock().fault.clone()
+        let queue = self.0.shared.lock();
+        let busy = queue.writing_since.map(|since| since.elapsed());
+        queue.fault.clone().or_else(|| {
+            busy.filter(|busy| *busy > SLOW_WRITE)
+                .map(|busy| format!("a line has not been written for {} seconds", busy.as_secs()))
+        })
     }
 
-    /// Opens the file by its name again, so that one that was moved away is no longer written to. Blocks until that is done.
+    /// Opens the file by its name again, so that one that was moved away is no longer written to. Blocks until that is done, or for a few seconds
+    /// when the disk hangs.
     ///
     /// # Errors
     ///
-    /// The file can't be appended to; the log goes on in the one that is open.
+    /// The file can't be appended to, and the log goes on in the one that is open; or it is not done yet, and will be once the disk answers.
     pub fn reopen(&self) -> Result<(), AuditError> {
         let mut queue = self.0.shared.lock();
         queue.reopen = Reopen::Asked;
         self.0.shared.work.notify_one();
-        while !queue.ended {
-            if let Reopen::Done(result) = &mut queue.reopen {
-                let result = std::mem::replace(result, Ok(()));
-                queue.reopen = Reopen::Idle;
-                return result.map_err(|source| self.0.error(source));
+        let waits = |queue: &mut Queue| !queue.ended && matches!(queue.reopen, Reopen::Asked);
+        let waited = self.0.shared.done.wait_timeout_while(queue, REOPEN, waits);
+        let (mut queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let source = match std::mem::take(&mut queue.reopen) {
+            Reopen::Done(result) => return result.map_err(|source| self.0.error(source)),
+            _ if queue.ended => io::Error::other("the audit log has ended"),
+            waiting => {
+                queue.reopen = waiting;
+                let reason = "a line is still being written to the old file";
+                io::Error::new(io::ErrorKind::TimedOut, reason)
             }
-            let waited = self.0.shared.done.wait(queue);
-            queue = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-        Err(self.0.error(io::Error::other("the audit log has ended")))
+        };
+        Err(self.0.error(source))
     }
 
     /// Writes what waits, brings it to the disk and ends the log. Blocks until that is done, or for a few seconds when the disk hangs.
@@ -280,7 +297,7 @@ fn next(shared: &Shared, file: &mut RotatingFile) -> Option<Entry> {
 /// Writes a line, however many attempts it takes, unless the log is to end.
 fn write(shared: &Shared, file: &mut RotatingFile, entry: &Entry) {
     let line = entry.record.line(entry.lost_lines);
-    while let Err(error) = file.append(&line) {
+    while let Err(error) = append(shared, file, &line) {
         metrics::audit_error();
         let reason = error.to_string();
         let mut queue = shared.lock();
@@ -314,6 +331,13 @@ fn write(shared: &Shared, file: &mut RotatingFile, entry: &Entry) {
     {
         tracing::info!("the audit log is written again");
     }
+}
+
+fn append(shared: &Shared, file: &mut RotatingFile, line: &[u8]) -> io::Result<()> {
+    shared.lock().writing_since = Some(Instant::now());
+    let result = file.append(line);
+    shared.lock().writing_since = None;
+    result
 }
 
 fn reopen(shared: &Shared, file: &mut RotatingFile) {

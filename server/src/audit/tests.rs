@@ -242,3 +242,25 @@ fn every_field_of_a_line_is_documented_and_no_other_is() {
     documented.sort_unstable();
     assert_eq!(documented, written);
 }
+
+#[test]
+fn a_write_that_hangs_is_a_fault_and_holds_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&path).status();
+    assert!(made.unwrap().success());
+    let log = AuditLog::open(&config(&path)).unwrap();
+    // More than a pipe that nobody reads can hold.
+    log.write(long_record("long", 1 << 20));
+    let error = log.reopen().unwrap_err().to_string();
+    assert!(error.contains("a line is still being written"), "{error}");
+    let fault = log.fault().unwrap();
+    assert!(fault.contains("has not been written for"), "{fault}");
+
+    let mut reader = std::fs::File::open(&path).unwrap();
+    let ended = std::thread::spawn(move || log.end());
+    let mut read = vec![0; 1 << 20];
+    std::io::Read::read_exact(&mut reader, &mut read).unwrap();
+    // What is left of the line fits into the pipe.
+    ended.join().unwrap();
+}
