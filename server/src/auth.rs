@@ -9,9 +9,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::files;
 use sha2::{Digest as _, Sha256};
 use subtle::{ConditionallySelectable as _, ConstantTimeEq as _};
+
+use crate::small_file;
 
 /// Longest name of a key.
 const MAX_NAME_BYTES: usize = 64;
@@ -147,9 +148,7 @@ impl KeyRing {
                 "every user of this machine can read the hashes of the keys"
             );
         }
-        let text = files::read(path)
-            .and_then(|bytes| String::from_utf8(bytes).map_err(std::io::Error::other))
-            .map_err(unreadable)?;
+        let text = small_file::read_text(path).map_err(unreadable)?;
         let ring = Self::parse(&text).map_err(|(line, fault)| KeyFileError::Line {
             path: path.to_owned(),
             line,

@@ -91,6 +91,15 @@ impl Files {
     }
 }
 
+/// Every fault of the files that a configuration names, where [`Files::read`] ends at the first.
+pub fn file_faults(config: &Config) -> Vec<FileError> {
+    let keys = Settings::of(config).err();
+    let identity = config.tls.as_ref().map(Identity::read);
+    keys.into_iter()
+        .chain(identity.and_then(Result::err).map(FileError::from))
+        .collect()
+}
+
 impl Launch {
     /// Reads the files, opens the audit log and binds the sockets.
     ///

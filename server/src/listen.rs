@@ -113,9 +113,26 @@ pub fn bind_tcp(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-fn bind_unix(path: &Path) -> io::Result<Listener> {
+/// Whether `endpoint` could be had now, and nothing is left behind: an address is taken and let go at once, a path is only looked at.
+///
+/// # Errors
+///
+/// As [`bind`], but for what only making a socket in its directory would show.
+pub fn check(endpoint: &Endpoint) -> io::Result<()> {
+    match endpoint {
+        Endpoint::Tcp(address) => TcpListener::bind(address).map(drop),
+        Endpoint::Unix(path) => leftover(path).map(drop),
+    }
+}
+
+/// Whether a socket that nobody listens on any more lies at `path`.
+///
+/// # Errors
+///
+/// Something else is there, or another process listens.
+fn leftover(path: &Path) -> io::Result<bool> {
     match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(error),
         Ok(metadata) if !metadata.file_type().is_socket() => {
             return Err(io::Error::new(
@@ -123,18 +140,21 @@ fn bind_unix(path: &Path) -> io::Result<Listener> {
                 "something that is not a socket is there",
             ));
         }
-        Ok(_) => match UnixStream::connect(path) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)?;
-            }
-            Err(error) => return Err(error),
-            Ok(_) => {
-                return Err(io::Error::new(
-                    io::ErrorKind::AddrInUse,
-                    "another process listens there",
-                ));
-            }
-        },
+        Ok(_) => {}
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(true),
+        Err(error) => Err(error),
+        Ok(_) => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "another process listens there",
+        )),
+    }
+}
+
+fn bind_unix(path: &Path) -> io::Result<Listener> {
+    if leftover(path)? {
+        std::fs::remove_file(path)?;
     }
     let listener = UnixListener::bind(path)?;
     let file = SocketFile {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use outrider_bundle::VerifiedBundle;
+use outrider_bundle::verify::BundleError;
+use outrider_bundle::{Manifest, VerifiedBundle};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -23,11 +24,12 @@ use crate::lifecycle::{Latch, Startup};
 use crate::machine;
 use crate::model::{
     self, DraftOptions, LosslessClass, ModelError, OnnxDraft, OnnxTarget, SessionOptions, Target,
-    TargetOptions, TargetShape,
+    TargetOptions, TargetShape, runtime,
 };
 use crate::service::LoadContext;
 use crate::text::{ChatError, ChatMessage, EncodeError, Text, TextStream};
 use draft::Absence;
+pub use draft::check_settings;
 
 /// Loads the configured bundle, provides it, and returns when the engine has ended; the error says why, when nobody asked it to.
 pub fn load(context: LoadContext) -> Result<(), String> {
@@ -39,9 +41,9 @@ pub fn load(context: LoadContext) -> Result<(), String> {
     // A malformed table of free memory would be a fault of the machine; the error names the file.
     let free_bytes = machine::free_memory_bytes()
         .map_err(|error| format!("cannot tell how much memory is free: {error}"))?;
+    precheck(&config)?;
     let bundle = VerifiedBundle::open_target(&config.bundle).map_err(|error| chain(&error))?;
     let manifest = bundle.manifest();
-    draft::check_settings(&config.speculative, manifest.draft.as_ref())?;
     if config.speculative.required {
         // What is known by now need not wait for the target.
         draft::facts(&bundle).map_err(|absence| required(&absence).to_string())?;
@@ -105,6 +107,41 @@ pub fn load(context: LoadContext) -> Result<(), String> {
         return Err("the engine thread panicked".to_owned());
     }
     Err(engine.status().detail)
+}
+
+/// What can be told before anything is hashed or loaded, so that a start which must fail does so at once.
+fn precheck(config: &Config) -> Result<(), String> {
+    runtime::locate(&config.runtime.onnxruntime_library).map_err(|error| chain(&error))?;
+    let dir = &config.bundle;
+    let manifest = Manifest::load(dir).map_err(|source| {
+        chain(&BundleError::Manifest {
+            dir: dir.clone(),
+            source,
+        })
+    })?;
+    // Graphs are read once their bytes are known to be those of the manifest: a digest says more than what is odd about a graph.
+    let draft_fault = match manifest.compare_sizes(dir) {
+        Ok(()) => None,
+        Err(_) => VerifiedBundle::inspect(dir).map_err(|error| chain(&error))?,
+    };
+    model::check_context(
+        config.runtime.context_tokens,
+        manifest.target.context_tokens,
+    )?;
+    let speculative = &config.speculative;
+    if let Some(draft) = &manifest.draft {
+        check_settings(
+            speculative.draft_block_size,
+            speculative.candidate_topk,
+            draft,
+        )
+        .map_err(|faults| faults.join("; "))?;
+    }
+    if speculative.required {
+        draft::presence(&manifest, draft_fault.as_ref())
+            .map_err(|absence| required(&absence).to_string())?;
+    }
+    Ok(())
 }
 
 /// The limits that a configuration sets for the engine.

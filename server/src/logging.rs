@@ -24,8 +24,10 @@ use crate::telemetry::Telemetry;
 #[derive(Debug, thiserror::Error)]
 #[error("cannot append to {} (serving.logging.path): {source}", path.display())]
 pub struct LogError {
-    path: PathBuf,
-    source: io::Error,
+    /// The file.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
 }
 
 /// Starts the log of this process.

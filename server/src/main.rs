@@ -11,7 +11,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use outrider_bundle::manifest::Manifest;
 use outrider_server::config::{self, Config, Sources};
-use outrider_server::launch::{Files, Launch, LaunchError};
+use outrider_server::launch::{self, Launch, LaunchError};
+use outrider_server::model::runtime;
 use outrider_server::service::{self, Ending};
 use outrider_server::telemetry::Telemetry;
 use outrider_server::{auth, loader, logging};
@@ -139,19 +140,13 @@ fn print(text: &str) -> ExitCode {
 
 /// Looks at the files that a configuration names; the exit code when one can't be used.
 fn check_files(config: &Config) -> Option<ExitCode> {
-    let library = &config.runtime.onnxruntime_library;
-    let faults = [
-        Files::read(config).err().map(|error| error.to_string()),
-        std::fs::metadata(library).err().map(|error| {
-            format!(
-                "serving.runtime.onnxruntime_library: cannot read {}: {error}",
-                library.display()
-            )
-        }),
-    ];
+    let files = launch::file_faults(config);
+    let files = files.iter().map(ToString::to_string);
+    let library = runtime::locate(&config.runtime.onnxruntime_library).err();
+    let library = library.map(|error| format!("serving.runtime.onnxruntime_library: {error}"));
     let bundle = Manifest::load(&config.bundle).err();
     let mut code = None;
-    for fault in faults.into_iter().flatten() {
+    for fault in files.chain(library) {
         code = Some(fail(Failure::Config, fault));
     }
     if let Some(error) = bundle {

@@ -13,7 +13,11 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use crate::{config, files};
+<<<<<<< HEAD
+use crate::{config, small_file};
+=======
+use crate::{config, small_file};
+>>>>>>> bd86bba (Make the cheap checks of a start before anything slow, each in one place that preflight can use)
 
 /// Why certificate and key can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +93,11 @@ impl Identity {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    files::read(path).map_err(|source| TlsError::Unreadable {
+<<<<<<< HEAD
+    small_file::read(path).map_err(|source| TlsError::Unreadable {
+=======
+    small_file::read(path).map_err(|source| TlsError::Unreadable {
+>>>>>>> bd86bba (Make the cheap checks of a start before anything slow, each in one place that preflight can use)
         path: path.to_owned(),
         source,
     })

@@ -43,8 +43,10 @@ const LAST_LINES: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 #[error("cannot append to {} (serving.audit.path): {source}", path.display())]
 pub struct AuditError {
-    path: PathBuf,
-    source: io::Error,
+    /// The file.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
 }
 
 /// The audit log of a server. Dropping the last handle ends it like [`AuditLog::end`].

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use figment::value::{Dict, Map, Tag, Value};
 use figment::{Metadata, Profile, Provider, Source};
 
+use crate::small_file;
+
 /// Prefix of the environment variables that hold configuration values.
 pub const ENVIRONMENT_PREFIX: &str = "OUTRIDER__";
 
@@ -63,7 +65,7 @@ pub enum LayerError {
 impl Layer {
     /// The values of a YAML file.
     pub fn file(path: &Path) -> Result<Self, LayerError> {
-        let text = std::fs::read_to_string(path).map_err(|source| LayerError::Unreadable {
+        let text = small_file::read_text(path).map_err(|source| LayerError::Unreadable {
             path: path.to_owned(),
             source,
         })?;

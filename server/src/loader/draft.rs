@@ -3,8 +3,9 @@
 //! A draft can only cost speed, so everything that is wrong with it leaves a server that serves without, unless it is required.
 //! Only settings that no draft of this bundle could follow are errors by themselves.
 
-use outrider_bundle::VerifiedBundle;
 use outrider_bundle::manifest::DraftFacts;
+use outrider_bundle::verify::BundleError;
+use outrider_bundle::{Manifest, VerifiedBundle};
 
 use super::chain;
 use crate::config::{AcceptanceStrategy, Speculative};
@@ -49,31 +50,42 @@ impl Absence {
 ///
 /// # Errors
 ///
-/// A setting is larger than the draft allows.
-pub fn check_settings(settings: &Speculative, draft: Option<&DraftFacts>) -> Result<(), String> {
-    let Some(draft) = draft else {
-        return Ok(());
-    };
-    for (key, value, own) in [
-        (
-            "draft_block_size",
-            settings.draft_block_size,
-            draft.block_size,
-        ),
-        ("candidate_topk", settings.candidate_topk, draft.top_k),
-    ] {
-        if let Some(value) = value.filter(|value| *value > own) {
-            return Err(format!(
-                "serving.speculative.{key} is {value}, and the draft of the bundle allows at most {own}"
-            ));
-        }
+/// Settings are larger than the draft allows; all of them.
+pub fn check_settings(
+    draft_block_size: Option<usize>,
+    candidate_topk: Option<usize>,
+    draft: &DraftFacts,
+) -> Result<(), Vec<String>> {
+    let faults: Vec<String> = [
+        ("draft_block_size", draft_block_size, draft.block_size),
+        ("candidate_topk", candidate_topk, draft.top_k),
+    ]
+    .into_iter()
+    .filter_map(|(key, value, own)| {
+        let value = value.filter(|value| *value > own)?;
+        Some(format!(
+            "serving.speculative.{key} is {value}, and the draft of the bundle allows at most {own}"
+        ))
+    })
+    .collect();
+    if faults.is_empty() {
+        Ok(())
+    } else {
+        Err(faults)
     }
-    Ok(())
 }
 
 /// The draft of a bundle by what is known before anything is loaded.
 pub fn facts(bundle: &VerifiedBundle) -> Result<&DraftFacts, Absence> {
-    match (&bundle.manifest().draft, bundle.draft_fault()) {
+    presence(bundle.manifest(), bundle.draft_fault())
+}
+
+/// The draft that a manifest names, unless `fault` is wrong with it.
+pub fn presence<'a>(
+    manifest: &'a Manifest,
+    fault: Option<&BundleError>,
+) -> Result<&'a DraftFacts, Absence> {
+    match (&manifest.draft, fault) {
         (None, _) => Err(Absence::NotInBundle),
         (Some(_), Some(fault)) => Err(Absence::Damaged(chain(fault))),
         (Some(draft), None) => Ok(draft),
@@ -145,8 +157,8 @@ mod tests {
     fn a_setting_above_the_drafts_own_names_both_values() {
         let draft = facts_of_a_draft();
         let check = |block_size, topk, expected: Result<(), &str>| {
-            let found = check_settings(&settings(block_size, topk), Some(&draft));
-            assert_eq!(found, expected.map_err(str::to_owned));
+            let found = check_settings(block_size, topk, &draft);
+            assert_eq!(found, expected.map_err(|fault| vec![fault.to_owned()]));
         };
         check(None, None, Ok(()));
         check(Some(16), Some(4), Ok(()));
@@ -165,8 +177,8 @@ mod tests {
                 "serving.speculative.candidate_topk is 5, and the draft of the bundle allows at most 4",
             ),
         );
-        // Without a draft there is nothing that they could be too large for.
-        assert_eq!(check_settings(&settings(Some(64), Some(64)), None), Ok(()));
+        let both = check_settings(Some(17), Some(5), &draft).unwrap_err();
+        assert_eq!(both.len(), 2, "{both:?}");
     }
 
     #[test]

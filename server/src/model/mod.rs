@@ -130,6 +130,20 @@ impl<'a> Taps<'a> {
     }
 }
 
+/// Checks the context that is configured, if any, against the model's `own`.
+///
+/// # Errors
+///
+/// The model does not support it.
+pub fn check_context(configured: Option<usize>, own: usize) -> Result<(), String> {
+    match configured {
+        Some(tokens) if tokens == 0 || tokens > own => Err(format!(
+            "serving.runtime.context_tokens is {tokens}; the model supports 1 to {own}"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Why a model can't be loaded or a pass can't be run.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {

@@ -344,12 +344,7 @@ fn bind_output_buffer(
 
 fn kv_layout(facts: &TargetFacts, options: &TargetOptions) -> Result<KvLayout, String> {
     let context_tokens = options.context_tokens.unwrap_or(facts.context_tokens);
-    if context_tokens == 0 || context_tokens > facts.context_tokens {
-        return Err(format!(
-            "serving.runtime.context_tokens is {context_tokens}; the model supports 1 to {}",
-            facts.context_tokens
-        ));
-    }
+    super::check_context(options.context_tokens, facts.context_tokens)?;
     Ok(KvLayout {
         layers: facts.layers,
         slots: options.slots + options.parking_slots,

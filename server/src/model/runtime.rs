@@ -100,6 +100,20 @@ struct Loaded {
     environment: Environment,
 }
 
+/// The file that a path of a library leads to; nothing of it is read.
+///
+/// # Errors
+///
+/// There is no such file.
+pub fn locate(library: &Path) -> Result<PathBuf, RuntimeError> {
+    match library.canonicalize() {
+        Ok(path) if path.is_file() => Ok(path),
+        _ => Err(RuntimeError::Missing {
+            path: library.to_owned(),
+        }),
+    }
+}
+
 /// The environment of this process, loaded from `library` at the first call, with one thread pool of `intra_op_threads` (0 is one per core) for all sessions.
 ///
 /// Sessions that take turns must not have pools of their own: the threads of the one that rests spin for a while, on the cores that the other one needs.
@@ -114,14 +128,7 @@ pub fn environment(
     // Held while loading, so that two first calls do not build two environments.
     static LOADING: Mutex<()> = Mutex::new(());
 
-    let path = match library.canonicalize() {
-        Ok(path) if path.is_file() => path,
-        _ => {
-            return Err(RuntimeError::Missing {
-                path: library.to_owned(),
-            });
-        }
-    };
+    let path = locate(library)?;
     let _loading = LOADING
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
