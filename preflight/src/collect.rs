@@ -11,12 +11,16 @@ pub mod probe;
 mod runtime;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use outrider_server::config::Sources;
 
 use crate::facts::config::ExecutionProvider;
 use crate::facts::gpu::GpuFacts;
 use crate::facts::{Facts, SCHEMA_VERSION};
+
+/// A file system that does not answer for this long is a fault, and so is a pipe that nobody writes to.
+const FILE_LIMIT: Duration = Duration::from_secs(5);
 
 /// What facts are read of.
 #[derive(Clone, Debug, Default)]

@@ -48,6 +48,7 @@ impl<T, E: std::fmt::Display> From<Result<T, E>> for Reading<T> {
 
 /// Everything that checks may look at.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Facts {
     /// [`SCHEMA_VERSION`].
     pub schema_version: u32,

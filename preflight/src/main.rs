@@ -3,14 +3,16 @@
 //! Exit codes: 0 when it will, 1 when it will not or nobody can tell, 2 for a wrong command line or a fault of this program, 3 for warnings under
 //! `--strict`.
 
-use std::io::Write as _;
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Parser;
 use outrider_preflight::checks;
-use outrider_preflight::collect::{self, Options, gpu, probe};
+use outrider_preflight::collect::{self, Options, child, gpu, probe};
 use outrider_preflight::facts::{Facts, SCHEMA_VERSION};
 use outrider_preflight::report::{self, Report, Selection};
 use outrider_server::config::Sources;
@@ -27,6 +29,12 @@ struct Arguments {
     /// Directory of the bundle; sets serving.bundle
     #[arg(long, value_name = "DIR")]
     bundle: Option<String>,
+    /// Address of the OpenAI-compatible interface; sets serving.listen
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<String>,
+    /// Address of the admin interface, or unix: and the path of a socket; sets serving.admin_listen
+    #[arg(long, value_name = "ADDRESS")]
+    admin_listen: Option<String>,
     /// Sets any configuration key, for example serving.runtime.max_concurrency=4; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = key_and_value)]
     settings: Vec<(String, String)>,
@@ -40,8 +48,8 @@ struct Arguments {
     #[arg(long)]
     quick: bool,
     /// Judge facts that were written on another machine
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["config", "bundle", "settings", "user", "nvml_library", "quick"])]
-    facts: Option<PathBuf>,
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["config", "bundle", "listen", "admin_listen", "settings", "user", "nvml_library", "quick"])]
+    facts_in: Option<PathBuf>,
     /// Write the facts into a file as well; they hold paths, addresses and sizes, and no secrets
     #[arg(long, value_name = "FILE")]
     facts_out: Option<PathBuf>,
@@ -82,6 +90,12 @@ fn key_and_value(text: &str) -> Result<(String, String), String> {
 /// Exit code of a fault of this program; clap ends with the same one after a wrong command line.
 const INTERNAL: u8 = 2;
 
+/// Most bytes of a file of facts; those of a machine with many GPUs and a large bundle have a part of it.
+const MAX_FACTS_BYTES: u64 = 16 << 20;
+
+/// Longest wait for a file of facts: it may be a pipe.
+const FACTS_LIMIT: Duration = Duration::from_secs(30);
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     run(arguments).unwrap_or_else(|error| {
@@ -103,14 +117,27 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if let Some(id) = &arguments.explain {
         return explain(id);
     }
+    let named = [
+        ("serving.bundle", arguments.bundle),
+        ("serving.listen", arguments.listen),
+        ("serving.admin_listen", arguments.admin_listen),
+    ];
+    let named = named
+        .into_iter()
+        .filter_map(|(key, value)| Some((key.to_owned(), value?)));
+    let flags = arguments.settings.into_iter().chain(named);
     let selection = Selection {
         only: arguments.only,
         skip: arguments.skip,
     };
-    let facts = match &arguments.facts {
+    let facts = match &arguments.facts_in {
         Some(path) => read_facts(path)?,
         None => collect::collect(&Options {
-            sources: sources(arguments.config, arguments.bundle, arguments.settings),
+            sources: Sources {
+                file: arguments.config,
+                environment: environment(),
+                flags: flags.collect(),
+            },
             user_id: arguments.user,
             quick: arguments.quick,
             program: std::env::current_exe().context("cannot tell which program this is")?,
@@ -130,19 +157,11 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(report.exit_code(arguments.strict)))
 }
 
-fn sources(
-    config: Option<PathBuf>,
-    bundle: Option<String>,
-    settings: Vec<(String, String)>,
-) -> Sources {
-    let bundle = bundle.map(|bundle| ("serving.bundle".to_owned(), bundle));
-    Sources {
-        file: config,
-        environment: std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .collect(),
-        flags: settings.into_iter().chain(bundle).collect(),
-    }
+/// Values that are not text cannot be part of a key that the server knows.
+fn environment() -> Vec<(String, String)> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect()
 }
 
 fn explain(id: &str) -> anyhow::Result<ExitCode> {
@@ -156,7 +175,21 @@ fn explain(id: &str) -> anyhow::Result<ExitCode> {
 
 fn read_facts(path: &Path) -> anyhow::Result<Facts> {
     let unreadable = || format!("cannot read the facts in {}", path.display());
-    let text = std::fs::read(path).with_context(unreadable)?;
+    let read = {
+        let path = path.to_owned();
+        move || {
+            let mut text = Vec::new();
+            let file = File::open(path)?;
+            file.take(MAX_FACTS_BYTES + 1).read_to_end(&mut text)?;
+            io::Result::Ok(text)
+        }
+    };
+    let text = child::within(FACTS_LIMIT, read)
+        .with_context(unreadable)?
+        .with_context(unreadable)?;
+    if text.len() as u64 > MAX_FACTS_BYTES {
+        bail!("{}: has more than {MAX_FACTS_BYTES} bytes", unreadable());
+    }
     let json: serde_json::Value = serde_json::from_slice(&text).with_context(unreadable)?;
     let version = &json["schema_version"];
     if *version != SCHEMA_VERSION {
@@ -170,9 +203,16 @@ fn read_facts(path: &Path) -> anyhow::Result<Facts> {
 
 fn write_facts(path: &Path, facts: &Facts) -> anyhow::Result<()> {
     let json = serde_json::to_vec_pretty(facts).context("the facts are no JSON")?;
-    let aside = path.with_extension("partial");
-    outrider_bundle::digest::write_atomic(path, &aside, &json)
-        .with_context(|| format!("cannot write the facts to {}", path.display()))
+    // A device or a pipe is written to, and must not be replaced by a file.
+    let is_special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
+    let written = if is_special {
+        fs::write(path, json)
+    } else {
+        let mut aside = path.as_os_str().to_owned();
+        aside.push(".partial");
+        outrider_bundle::digest::write_atomic(path, Path::new(&aside), &json)
+    };
+    written.with_context(|| format!("cannot write the facts to {}", path.display()))
 }
 
 fn print(text: &str) -> anyhow::Result<()> {

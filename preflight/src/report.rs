@@ -139,7 +139,8 @@ fn write_finding(text: &mut String, finding: &Finding, id_width: usize) -> std::
     };
     let style = style(finding.outcome);
     let indent = " ".repeat(7 + 2 + id_width + 2);
-    let mut lines = finding.evidence.lines();
+    let evidence = printable(&finding.evidence);
+    let mut lines = evidence.lines();
     writeln!(
         text,
         "{style}{name:7}{style:#}  {:id_width$}  {}",
@@ -149,12 +150,25 @@ fn write_finding(text: &mut String, finding: &Finding, id_width: usize) -> std::
     for line in lines {
         writeln!(text, "{indent}{line}")?;
     }
-    let remedy = finding.remedy.as_deref().unwrap_or_default();
+    let remedy = printable(finding.remedy.as_deref().unwrap_or_default());
     for (number, line) in remedy.lines().enumerate() {
         let mark = if number == 0 { "->" } else { "  " };
         writeln!(text, "{indent}{style}{mark}{style:#} {line}")?;
     }
     Ok(())
+}
+
+/// `text` with control characters other than the end of a line spelled out: names of files and facts of others must not steer a terminal.
+fn printable(text: &str) -> String {
+    let mut printable = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() && character != '\n' {
+            printable.extend(character.escape_default());
+        } else {
+            printable.push(character);
+        }
+    }
+    printable
 }
 
 fn style(outcome: Outcome) -> Style {
@@ -245,6 +259,15 @@ mod tests {
     fn a_person_sees_every_finding_with_its_evidence_and_remedy() {
         let text = Report::new(findings()).to_text();
         insta::assert_snapshot!(anstream::adapter::strip_str(&text).to_string());
+    }
+
+    #[test]
+    fn what_others_named_does_not_steer_a_terminal() {
+        let finding = Finding::warn("a.b", "x\u{1b}[2Jy\rz", "see\u{7}");
+        let text = Report::new(vec![finding]).to_text();
+        let text = anstream::adapter::strip_str(&text).to_string();
+        assert!(text.contains("x\\u{1b}[2Jy\\rz"), "{text:?}");
+        assert!(text.contains("-> see\\u{7}\n"), "{text:?}");
     }
 
     #[test]

@@ -12,11 +12,13 @@ use outrider_preflight::facts::config::{
     Audit, ConfigFacts, ExecutionProvider, Listener, NamedPath, Settings, Speculative,
 };
 use outrider_preflight::facts::host::{
-    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose, User,
+    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose,
+    SharedMemory, User,
 };
 use outrider_preflight::facts::runtime::{Library, Needed, Probe, Processor, RuntimeFacts};
 use outrider_preflight::facts::{Facts, Reading, SCHEMA_VERSION};
 use outrider_preflight::report::{self, Report};
+use serde_json::{Value, json};
 
 const GIB: u64 = 1 << 30;
 
@@ -131,6 +133,7 @@ fn needed(name: &str, by: &str, found: bool, at_run_time: bool) -> Needed {
         name: name.to_owned(),
         by: by.to_owned(),
         found: found.then(|| format!("/usr/lib/{name}")),
+        real_path: found.then(|| format!("/usr/lib/{name}")),
         at_run_time,
     }
 }
@@ -233,7 +236,10 @@ fn healthy() -> Facts {
                 total_bytes: Reading::Known(32 * GIB),
                 available_bytes: Reading::Known(24 * GIB),
                 cgroup_limit_bytes: None,
-                shared_bytes: Reading::Known(16 * GIB),
+                shared: Reading::Known(SharedMemory {
+                    size_bytes: 16 * GIB,
+                    used_bytes: 1 << 20,
+                }),
             },
             paths: Reading::Known(vec![
                 path(
@@ -375,7 +381,10 @@ const CHANGES: &[(&str, Change)] = &[
     }),
     ("the server runs as root", |facts| facts.host.user.id = 0),
     ("a port is taken and another is for root", |facts| {
-        facts.host.ports[0].fault = Some("Address already in use (os error 98)".to_owned());
+        facts.host.ports[0].fault = Some(
+            "cannot listen on 0.0.0.0:8443 (serving.listen): Address already in use (os error 98)"
+                .to_owned(),
+        );
         facts.host.ports[0].holder = Some("process 7 (nginx)".to_owned());
         facts.host.ports[1].port = Some(443);
     }),
@@ -383,7 +392,7 @@ const CHANGES: &[(&str, Change)] = &[
         "weights are unreadable for the user of the server",
         |facts| {
             paths(facts)[0].fault = Some(
-            "user 990 may not read /srv/model/model.onnx.data, which has mode 600, user 0 and group 0".to_owned(),
+            "/srv/model/model.onnx.data: user 990 may not read /srv/model/model.onnx.data, which has mode 600, user 0 and group 0 (serving.bundle)".to_owned(),
         );
         },
     ),
@@ -400,7 +409,10 @@ const CHANGES: &[(&str, Change)] = &[
         facts.host.paths = Reading::Unknown("no answer within 5000 ms".to_owned());
     }),
     ("the log has no place and the audit log no room", |facts| {
-        paths(facts)[1].fault = Some("/srv/log: No such file or directory".to_owned());
+        paths(facts)[1].fault = Some(
+            "cannot append to /srv/log/outrider.log (serving.logging.path): No such file or directory (os error 2)"
+                .to_owned(),
+        );
         paths(facts)[2].file_system.as_mut().unwrap().free_bytes = 1 << 20;
     }),
     ("the audit log is in memory", |facts| {
@@ -418,6 +430,15 @@ const CHANGES: &[(&str, Change)] = &[
             somaxconn: Some(128),
             unprivileged_port_start: None,
         };
+    }),
+    ("files in memory hold most of it", |facts| {
+        facts.host.memory.shared = Reading::Known(SharedMemory {
+            size_bytes: 16 * GIB,
+            used_bytes: 12 * GIB,
+        });
+    }),
+    ("shared memory can't be read", |facts| {
+        facts.host.memory.shared = Reading::Unknown("/dev/shm: not mounted".to_owned());
     }),
     ("the clock was never set", |facts| {
         facts.host.clock.unix_time_s = 5
@@ -598,4 +619,60 @@ fn every_check_is_documented_and_every_documented_check_exists() {
     for id in found {
         assert!(report::explain(id).unwrap().starts_with(id));
     }
+}
+
+/// Pointers to every value inside of `value` that holds no others.
+fn leaves(value: &Value, place: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                let name = name.replace('~', "~0").replace('/', "~1");
+                leaves(value, &format!("{place}/{name}"), found);
+            }
+        }
+        Value::Array(items) => {
+            for (index, value) in items.iter().enumerate() {
+                leaves(value, &format!("{place}/{index}"), found);
+            }
+        }
+        _ => found.push(place.to_owned()),
+    }
+}
+
+#[test]
+fn nonsense_in_facts_is_judged_or_refused_and_ends_nothing() {
+    let mut facts = healthy();
+    on_cuda(&mut facts, true);
+    facts.gpu = serde_json::from_str(include_str!("gpu/data/healthy.json")).unwrap();
+    let on_gpu = serde_json::to_value(&facts).unwrap();
+    let on_cpu = serde_json::to_value(healthy()).unwrap();
+    let mut judged = 0;
+    for good in [on_cpu, on_gpu] {
+        let mut pointers = Vec::new();
+        leaves(&good, "", &mut pointers);
+        for pointer in pointers {
+            for nonsense in [
+                json!(0),
+                json!(u32::MAX),
+                json!(u64::MAX),
+                json!(1e300),
+                json!(-1),
+                json!(""),
+                json!("\u{1b}[2J\n\n,,.:/"),
+                json!(null),
+                json!([]),
+            ] {
+                let mut facts = good.clone();
+                *facts.pointer_mut(&pointer).unwrap() = nonsense;
+                // What is of another form is refused, and never judged.
+                let Ok(facts) = serde_json::from_value::<Facts>(facts) else {
+                    continue;
+                };
+                let report = Report::new(checks::run(&facts));
+                assert!(!report.to_text().is_empty() && !report.to_json().is_empty());
+                judged += 1;
+            }
+        }
+    }
+    assert!(judged > 500, "only {judged} were judged");
 }

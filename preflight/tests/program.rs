@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn preflight(dir: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_outrider-preflight"))
@@ -14,7 +14,7 @@ fn preflight(dir: &Path, arguments: &[&str]) -> Output {
         .unwrap()
 }
 
-fn text(bytes: &[u8]) -> String {
+fn text_of(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
@@ -24,7 +24,7 @@ fn a_configuration_with_faults_fails_with_all_of_them_and_nothing_depends_on_it(
     let set = ["--set", "serving.runtime.kv_cache_ratio=2"];
     let output = preflight(dir.path(), &[&set[..], &["--only", "config"]].concat());
     assert_eq!(output.status.code(), Some(1), "{output:?}");
-    insta::assert_snapshot!(text(&output.stdout));
+    insta::assert_snapshot!(text_of(&output.stdout));
 }
 
 #[test]
@@ -32,8 +32,8 @@ fn facts_that_were_written_down_are_judged_as_they_were() {
     let dir = tempfile::tempdir().unwrap();
     let first = preflight(dir.path(), &["--json", "--facts-out", "facts.json"]);
     assert_eq!(first.status.code(), Some(1));
-    let second = preflight(dir.path(), &["--json", "--facts", "facts.json"]);
-    assert_eq!(text(&first.stdout), text(&second.stdout));
+    let second = preflight(dir.path(), &["--json", "--facts-in", "facts.json"]);
+    assert_eq!(text_of(&first.stdout), text_of(&second.stdout));
     assert_eq!(second.status.code(), Some(1));
 
     let report: Value = serde_json::from_slice(&first.stdout).unwrap();
@@ -49,40 +49,121 @@ fn facts_that_were_written_down_are_judged_as_they_were() {
     let facts = fs::read_to_string(dir.path().join("facts.json")).unwrap();
     let other = facts.replace("\"schema_version\": 1", "\"schema_version\": 2");
     fs::write(dir.path().join("facts.json"), other).unwrap();
-    let third = preflight(dir.path(), &["--facts", "facts.json"]);
+    let third = preflight(dir.path(), &["--facts-in", "facts.json"]);
     assert_eq!(third.status.code(), Some(2));
     assert_eq!(
-        text(&third.stderr),
+        text_of(&third.stderr),
         "outrider-preflight: facts.json: schema_version is 2, this build reads 1\n"
     );
 }
 
+/// What of `value` is not as `schema` says, with where it is; a keyword that is not known here is a fault of this test.
+fn faults(schema: &Value, value: &Value, place: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut require = |holds: bool, what: &str| {
+        if !holds {
+            faults.push(format!("{place}: {what}: {value}"));
+        }
+    };
+    let is_of = |kind: &str| match kind {
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "string" => value.is_string(),
+        "integer" => value.is_u64() || value.is_i64(),
+        "boolean" => value.is_boolean(),
+        "null" => value.is_null(),
+        other => panic!("{place}: type {other}"),
+    };
+    let mut inner = Vec::new();
+    for (keyword, wanted) in schema.as_object().unwrap() {
+        match keyword.as_str() {
+            "$schema" | "title" | "description" => {}
+            "type" => {
+                let one = std::slice::from_ref(wanted);
+                let kinds = wanted.as_array().map_or(one, Vec::as_slice);
+                let holds = kinds.iter().any(|kind| is_of(kind.as_str().unwrap()));
+                require(holds, "is of another type");
+            }
+            "const" => require(value == wanted, "is another value"),
+            "enum" => require(
+                wanted.as_array().unwrap().contains(value),
+                "is none of these",
+            ),
+            "minimum" => require(value.as_f64() >= wanted.as_f64(), "is too small"),
+            // The only pattern there is.
+            "pattern" => {
+                assert_eq!(wanted, "^[a-z]+\\.[a-z_]+$");
+                let id = value.as_str().unwrap_or_default().split_once('.');
+                let holds = id.is_some_and(|(part, subject)| {
+                    let is_name = |text: &str, allowed: fn(u8) -> bool| {
+                        !text.is_empty() && text.bytes().all(allowed)
+                    };
+                    is_name(part, |byte| byte.is_ascii_lowercase())
+                        && is_name(subject, |byte| byte.is_ascii_lowercase() || byte == b'_')
+                });
+                require(holds, "has another form");
+            }
+            "required" => {
+                for name in wanted.as_array().unwrap() {
+                    let holds = value.get(name.as_str().unwrap()).is_some();
+                    require(holds, &format!("has no {name}"));
+                }
+            }
+            "additionalProperties" => {
+                assert_eq!(wanted, false);
+                for name in value
+                    .as_object()
+                    .into_iter()
+                    .flat_map(|object| object.keys())
+                {
+                    let holds = schema["properties"].get(name).is_some();
+                    require(holds, &format!("has {name}"));
+                }
+            }
+            "properties" => {
+                for (name, schema) in wanted.as_object().unwrap() {
+                    if let Some(value) = value.get(name) {
+                        inner.push((schema, value, format!("{place}.{name}")));
+                    }
+                }
+            }
+            "items" => {
+                for (index, value) in value.as_array().into_iter().flatten().enumerate() {
+                    inner.push((wanted, value, format!("{place}[{index}]")));
+                }
+            }
+            other => panic!("{place}: keyword {other}"),
+        }
+    }
+    for (schema, value, place) in inner {
+        faults.extend(self::faults(schema, value, &place));
+    }
+    faults
+}
+
 #[test]
-fn the_reports_fields_are_those_of_the_published_schema() {
+fn a_report_is_valid_against_the_published_schema() {
     let dir = tempfile::tempdir().unwrap();
     let report = preflight(dir.path(), &["--json"]);
     let report: Value = serde_json::from_slice(&report.stdout).unwrap();
     let schema: Value =
         serde_json::from_str(include_str!("../../docs/preflight.schema.json")).unwrap();
-    let names = |value: &Value| {
-        let names = value.as_object().unwrap().keys().cloned();
-        names.collect::<std::collections::BTreeSet<String>>()
-    };
-    let check = &schema["properties"]["checks"]["items"];
-    assert_eq!(names(&report), names(&schema["properties"]));
-    assert_eq!(
-        names(&report["counts"]),
-        names(&schema["properties"]["counts"]["properties"])
-    );
-    let statuses = check["properties"]["status"]["enum"].as_array().unwrap();
-    for finding in report["checks"].as_array().unwrap() {
-        assert_eq!(names(finding), names(&check["properties"]), "{finding}");
-        assert!(statuses.contains(&finding["status"]), "{finding}");
+    assert_eq!(faults(&schema, &report, "report"), Vec::<String>::new());
+    for (pointer, wrong) in [
+        ("/schema_version", json!(2)),
+        ("/verdict", json!("good")),
+        ("/counts/pass", json!(-1)),
+        ("/checks/0/status", json!("ok")),
+        ("/checks/0/id", json!("Config")),
+        ("/checks/0/remedy", json!(7)),
+        ("/checks/0", json!({})),
+        ("/counts", json!({"pass": 1, "more": 2})),
+    ] {
+        let mut report = report.clone();
+        *report.pointer_mut(pointer).unwrap() = wrong;
+        let found = faults(&schema, &report, "report");
+        assert!(!found.is_empty(), "{pointer} would pass");
     }
-    assert_eq!(
-        schema["properties"]["schema_version"]["const"],
-        report["schema_version"]
-    );
 }
 
 #[test]
@@ -120,17 +201,178 @@ fn a_check_is_explained_and_what_is_none_is_wrong_usage() {
     let dir = tempfile::tempdir().unwrap();
     let explained = preflight(dir.path(), &["--explain", "memory.kv_share"]);
     assert_eq!(explained.status.code(), Some(0));
-    insta::assert_snapshot!(text(&explained.stdout));
+    insta::assert_snapshot!(text_of(&explained.stdout));
     for arguments in [
         &["--explain", "memory.kv"][..],
         &["--only", "hots"],
-        &["--facts", "no-such-file.json"],
+        &["--facts-in", "no-such-file.json"],
         &["--no-such-option"],
         &["--user", "outrider"],
-        &["--facts", "facts.json", "--quick"],
+        &["--facts-in", "facts.json", "--quick"],
     ] {
         let output = preflight(dir.path(), arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
     }
+}
+
+#[test]
+fn what_is_no_file_of_facts_is_refused_with_its_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = preflight(dir.path(), &["--facts-out", "facts.json"]);
+    assert_eq!(first.status.code(), Some(1));
+    let good: Value =
+        serde_json::from_slice(&fs::read(dir.path().join("facts.json")).unwrap()).unwrap();
+    let with = |pointer: &str, name: &str| {
+        let mut facts = good.clone();
+        let place = facts.pointer_mut(pointer).unwrap();
+        place[name] = json!(1);
+        facts.to_string()
+    };
+    let without = |name: &str| {
+        let mut facts = good.clone();
+        facts.as_object_mut().unwrap().remove(name);
+        facts.to_string()
+    };
+    for (name, text, reason) in [
+        ("empty", String::new(), "EOF"),
+        ("prose", "GPUs are fine".to_owned(), "expected value"),
+        ("list", "[]".to_owned(), "schema_version is null"),
+        ("deep", "[".repeat(100_000), "recursion limit"),
+        ("more", with("", "more"), "unknown field `more`"),
+        ("host", with("/host", "more"), "unknown field `more`"),
+        (
+            "memory",
+            with("/host/memory", "more"),
+            "unknown field `more`",
+        ),
+        ("gpu", with("/gpu", "more"), "unknown field `more`"),
+        ("config", with("/config", "more"), "unknown field `more`"),
+        ("bundle", with("/bundle", "more"), "unknown field `more`"),
+        ("runtime", with("/runtime", "more"), "unknown field `more`"),
+        ("less", without("runtime"), "missing field `runtime`"),
+        (
+            "negative",
+            with("/config", "device_id").replace("\"device_id\":1", "\"device_id\":-1"),
+            "invalid value",
+        ),
+    ] {
+        fs::write(dir.path().join(name), text).unwrap();
+        let output = preflight(dir.path(), &["--facts-in", name]);
+        let error = text_of(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{name}: {error}");
+        assert!(output.stdout.is_empty(), "{name}");
+        let begins = format!(
+            "outrider-preflight: {}",
+            if name == "list" {
+                ""
+            } else {
+                "cannot read the facts in "
+            }
+        );
+        assert!(
+            error.starts_with(&begins) && error.contains(reason),
+            "{name}: {error}"
+        );
+    }
+    let directory = preflight(dir.path(), &["--facts-in", "."]);
+    assert_eq!(directory.status.code(), Some(2));
+    let endless = preflight(dir.path(), &["--facts-in", "/dev/zero"]);
+    assert_eq!(endless.status.code(), Some(2));
+    assert!(
+        text_of(&endless.stderr).contains("has more than"),
+        "{endless:?}"
+    );
+}
+
+#[test]
+fn a_device_that_facts_go_to_is_written_and_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = preflight(dir.path(), &["--json", "--facts-out", "/dev/full"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let kind = fs::metadata("/dev/full").unwrap().file_type();
+    assert!(!kind.is_file());
+}
+
+/// A pipe that nobody writes to, which whoever opens it waits for.
+fn pipe(path: &Path) {
+    let made = Command::new("mkfifo").arg(path).status().unwrap();
+    assert!(made.success());
+}
+
+#[test]
+fn what_never_ends_is_given_up_and_named() {
+    let dir = tempfile::tempdir().unwrap();
+    pipe(&dir.path().join("pipe"));
+    fs::create_dir(dir.path().join("bundle")).unwrap();
+    pipe(&dir.path().join("bundle/bundle.json"));
+    let bundle = ["--set", "serving.bundle=bundle"];
+    let library = ["--set", "serving.runtime.onnxruntime_library=pipe"];
+    for (arguments, id, words) in [
+        (
+            vec!["--config", "pipe"],
+            "config.faults",
+            "no answer within",
+        ),
+        (vec!["--config", "."], "config.faults", "Is a directory"),
+        (
+            vec!["--config", "/dev/zero"],
+            "config.faults",
+            "has more than",
+        ),
+        (
+            [&bundle[..], &library[..]].concat(),
+            "bundle.manifest",
+            "no answer within",
+        ),
+        (
+            ["--set", "serving.bundle=.", library[0], library[1]].to_vec(),
+            "runtime.library",
+            "does not exist or is not a file",
+        ),
+        (
+            [
+                "--set",
+                "serving.bundle=.",
+                "--set",
+                "serving.runtime.onnxruntime_library=x",
+                "--set",
+                "serving.tls.certificate_path=/dev/zero",
+                "--set",
+                "serving.tls.private_key_path=/dev/zero",
+            ]
+            .to_vec(),
+            "config.files",
+            "has more than",
+        ),
+    ] {
+        let output = preflight(dir.path(), &[&arguments[..], &["--json"]].concat());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let checks = report["checks"].as_array().unwrap();
+        let finding = checks.iter().find(|check| check["id"] == id).unwrap();
+        assert_eq!(finding["status"], "fail", "{arguments:?}: {finding}");
+        let evidence = finding["evidence"].as_str().unwrap();
+        assert!(evidence.contains(words), "{arguments:?}: {evidence}");
+    }
+}
+
+#[test]
+fn a_reader_that_went_away_is_a_fault_and_no_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_outrider-preflight"))
+        .current_dir(dir.path())
+        .stdout(writer)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap()
+        .wait_with_output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(
+        text_of(&output.stderr).contains("cannot write to standard output"),
+        "{output:?}"
+    );
 }

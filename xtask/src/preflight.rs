@@ -40,7 +40,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let program = build::preflight(&workspace, profile)?;
     let mut command = Command::new(&program);
     command.args(&args.arguments);
-    if names_no_other(&args.arguments, &["--config", "--facts", "--explain"]) {
+    if names_no_other(&args.arguments, &["--config", "--facts-in", "--explain"]) {
         let library = reference::onnxruntime(&workspace)?;
         set(
             &mut command,
@@ -83,12 +83,12 @@ mod tests {
     fn the_reference_model_is_taken_only_where_nothing_else_is_named() {
         let names = |arguments: &[&str]| {
             let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
-            names_no_other(&arguments, &["--config", "--facts"])
+            names_no_other(&arguments, &["--config", "--facts-in"])
         };
         assert!(names(&[]));
         assert!(names(&["--quick", "--facts-out", "facts.json"]));
         assert!(!names(&["--config", "server.yaml"]));
         assert!(!names(&["--config=server.yaml"]));
-        assert!(!names(&["--json", "--facts=facts.json"]));
+        assert!(!names(&["--json", "--facts-in=facts.json"]));
     }
 }

@@ -2,6 +2,7 @@
 
 use outrider_bundle::Manifest;
 use outrider_bundle::manifest::{Attention, DraftFacts};
+use outrider_server::{loader, model};
 
 use super::{Finding, Outcome, bytes_text};
 use crate::facts::Facts;
@@ -65,7 +66,8 @@ fn files(manifest: &Manifest, bundle: &BundleFacts, dir: &str) -> Finding {
             ),
         );
     }
-    let total_bytes = manifest.files.values().map(|file| file.size_bytes).sum();
+    let sizes = manifest.files.values().map(|file| file.size_bytes);
+    let total_bytes = sizes.fold(0, u64::saturating_add);
     let how = match bundle.depth {
         Depth::Sizes => "of the size that the manifest says; digests were not taken (--quick)",
         Depth::Digests => "with the digests of the manifest",
@@ -227,23 +229,12 @@ fn pairing(manifest: &Manifest, draft: &DraftFacts) -> Finding {
 fn block(draft: &DraftFacts, settings: &Settings) -> Finding {
     let id = "bundle.block";
     let speculative = &settings.speculative;
-    let too_large: Vec<String> = [
-        (
-            "draft_block_size",
-            speculative.draft_block_size,
-            draft.block_size,
-        ),
-        ("candidate_topk", speculative.candidate_topk, draft.top_k),
-    ]
-    .into_iter()
-    .filter_map(|(key, value, own)| {
-        let value = value.filter(|value| *value > own)?;
-        Some(format!(
-            "serving.speculative.{key} is {value}, and the draft of the bundle allows at most {own}"
-        ))
-    })
-    .collect();
-    if !too_large.is_empty() {
+    let too_large = loader::check_settings(
+        speculative.draft_block_size,
+        speculative.candidate_topk,
+        draft,
+    );
+    if let Err(too_large) = too_large {
         return Finding::fail(
             id,
             too_large.join("\n"),
@@ -274,12 +265,11 @@ fn block(draft: &DraftFacts, settings: &Settings) -> Finding {
 fn context(manifest: &Manifest, settings: &Settings) -> Finding {
     let id = "bundle.context";
     let own = manifest.target.context_tokens;
+    if let Err(fault) = model::check_context(settings.context_tokens, own) {
+        let remedy = "lower serving.runtime.context_tokens, or leave it out";
+        return Finding::fail(id, fault, remedy);
+    }
     match settings.context_tokens {
-        Some(tokens) if tokens > own => Finding::fail(
-            id,
-            format!("serving.runtime.context_tokens is {tokens}; the model supports 1 to {own}"),
-            "lower serving.runtime.context_tokens, or leave it out",
-        ),
         Some(tokens) => Finding::pass(id, format!("{tokens} of the model's {own} tokens")),
         None => Finding::pass(id, format!("all of the model's {own} tokens")),
     }

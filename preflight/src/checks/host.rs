@@ -1,8 +1,8 @@
 //! Whether the machine has what the server needs beside a GPU.
 
 use super::{Finding, bytes_text};
-use crate::facts::config::{ExecutionProvider, Settings};
-use crate::facts::host::{Clock, HostFacts, Kernel, PathFacts, PortFacts, Purpose};
+use crate::facts::config::Settings;
+use crate::facts::host::{Clock, HostFacts, Kernel, Memory, PathFacts, PortFacts, Purpose};
 use crate::facts::{Facts, Reading};
 
 /// Files that the server needs beside connections.
@@ -19,6 +19,9 @@ const MAP_COUNT: u64 = 65_530;
 
 /// Least space for a log.
 const LOG_BYTES: u64 = 1 << 30;
+
+/// Part of the memory that files in `/dev/shm` may take before somebody should look at them.
+const SHARED_RATIO: u64 = 10;
 
 /// 2025-01-01: a clock before it was never set.
 const EARLIEST_UNIX_TIME_S: u64 = 1_735_689_600;
@@ -47,7 +50,7 @@ pub fn checks(facts: &Facts) -> Vec<Finding> {
         findings.push(open_files(host, settings));
     }
     findings.push(processes(host));
-    findings.push(shared_memory(facts));
+    findings.push(shared_memory(&host.memory));
     findings.push(clock(&host.clock));
     findings.push(clock_source(&host.clock));
     findings.extend(kernel(&host.kernel));
@@ -100,7 +103,7 @@ fn port(id: &'static str, host: &HostFacts, key: &str) -> Finding {
             .unwrap_or_default();
         return Finding::fail(
             id,
-            format!("cannot listen on {endpoint} ({key}): {fault}{holder}"),
+            format!("{fault}{holder}"),
             format!(
                 "stop the process that has it (`ss -ltnp`), or set {key} to another address of this machine"
             ),
@@ -129,7 +132,7 @@ fn readable(host: &HostFacts, paths: &[PathFacts]) -> Finding {
     let faults: Vec<String> = paths
         .iter()
         .filter(read)
-        .filter_map(|path| Some(format!("{} ({})", path.fault.as_ref()?, path.key)))
+        .filter_map(|path| path.fault.clone())
         .collect();
     if faults.is_empty() {
         return Finding::pass(
@@ -241,7 +244,7 @@ fn appended(id: &'static str, paths: &[PathFacts], key: &str, needed_bytes: u64)
     if let Some(fault) = of_key().find_map(|path| path.fault.as_ref()) {
         return Finding::fail(
             id,
-            format!("{fault} ({key})"),
+            fault,
             "make the directory and give it to the user of the server: `install -d -o USER DIR`",
         );
     }
@@ -314,21 +317,35 @@ fn processes(host: &HostFacts) -> Finding {
     }
 }
 
-fn shared_memory(facts: &Facts) -> Finding {
+fn shared_memory(memory: &Memory) -> Finding {
     let id = "host.shared_memory";
-    match (
-        &facts.config.execution_provider,
-        &facts.host.memory.shared_bytes,
-    ) {
-        (ExecutionProvider::Cpu, _) => Finding::skip(id, "only libraries of several GPUs need it"),
-        (ExecutionProvider::Cuda, Reading::Known(bytes)) => Finding::pass(
-            id,
-            format!("/dev/shm has {}; one device needs none", bytes_text(*bytes)),
-        ),
-        (ExecutionProvider::Cuda, Reading::Unknown(_)) => {
-            Finding::skip(id, "one device needs none")
+    let (shared, total_bytes) = match (&memory.shared, &memory.total_bytes) {
+        (Reading::Known(shared), Reading::Known(total_bytes)) => (shared, *total_bytes),
+        (Reading::Unknown(reason), _) | (_, Reading::Unknown(reason)) => {
+            return Finding::unknown(
+                id,
+                format!("what files in /dev/shm take is not known: {reason}"),
+                "look yourself: `df /dev/shm`, `free -m`",
+            )
+            .optional();
         }
+    };
+    let evidence = format!(
+        "files in /dev/shm take {} of {} of memory",
+        bytes_text(shared.used_bytes),
+        bytes_text(total_bytes)
+    );
+    if shared.used_bytes > total_bytes / SHARED_RATIO {
+        return Finding::warn(
+            id,
+            format!("{evidence}, which no other process can have"),
+            "remove files that belong to no process any more (`ls -l /dev/shm`, `fuser -v /dev/shm/*`)",
+        );
     }
+    Finding::pass(
+        id,
+        format!("{evidence}; the server itself runs on one device and needs none"),
+    )
 }
 
 fn clock(clock: &Clock) -> Finding {

@@ -102,7 +102,17 @@ impl Item {
 
 /// The sum of items.
 pub fn total(items: &[Item]) -> u64 {
-    items.iter().map(|item| item.bytes).sum()
+    sum(items.iter().map(|item| item.bytes))
+}
+
+/// The sum of sizes that somebody else wrote down: too large to count is as large as can be.
+fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(0, u64::saturating_add)
+}
+
+/// A product of such sizes.
+fn product<const N: usize>(factors: [u64; N]) -> u64 {
+    factors.into_iter().fold(1, u64::saturating_mul)
 }
 
 /// What a server of a configuration and a bundle is like, in the numbers that decide its memory.
@@ -151,10 +161,8 @@ impl Shape {
         };
         let file_bytes = |graph: &str| {
             let files = manifest.files.iter();
-            files
-                .filter(|(name, _)| name.starts_with(graph))
-                .map(|(_, file)| file.size_bytes)
-                .sum()
+            let of_graph = files.filter(|(name, _)| name.starts_with(graph));
+            sum(of_graph.map(|(_, file)| file.size_bytes))
         };
         let part = |graph: &Reading<GraphFacts>, path: &str| match graph {
             Reading::Unknown(reason) => Err(reason.clone()),
@@ -201,31 +209,33 @@ impl Shape {
     }
 
     fn slots(&self) -> u64 {
-        self.max_concurrency + self.prefix_cache_slots
+        self.max_concurrency.saturating_add(self.prefix_cache_slots)
     }
 
     /// Rows of one sequence in a step: a whole block, at an even width.
     fn step_rows(&self) -> u64 {
         let block = self.draft.as_ref().map_or(1, |draft| draft.block_size[1]);
-        block.max(2).next_multiple_of(2)
+        even(block.max(2))
     }
 
     fn target_kv_bytes(&self) -> u64 {
         let headroom = self.step_rows().max(HEADROOM_TOKENS);
-        self.slots() * (self.context_tokens + headroom) * self.target.row_bytes
+        let rows = self.context_tokens.saturating_add(headroom);
+        product([self.slots(), rows, self.target.row_bytes])
     }
 
     fn draft_kv_bytes(&self) -> u64 {
         self.draft.as_ref().map_or(0, |draft| {
             // The last block may reach past the context.
-            let rows = self.context_tokens + draft.block_size[0];
-            self.slots() * draft.context_tokens.min(rows) * draft.part.row_bytes
+            let rows = self.context_tokens.saturating_add(draft.block_size[0]);
+            let rows = rows.min(draft.context_tokens);
+            product([self.slots(), rows, draft.part.row_bytes])
         })
     }
 
     /// Keys and values of target and draft.
     pub fn kv_bytes(&self) -> u64 {
-        self.target_kv_bytes() + self.draft_kv_bytes()
+        self.target_kv_bytes().saturating_add(self.draft_kv_bytes())
     }
 
     /// What a server on the CPU has in memory when every slot is full.
@@ -233,25 +243,29 @@ impl Shape {
         let sessions = 1 + u64::from(self.draft.is_some());
         let mut items = self.model_items(1);
         items.push(Item::estimate("workspace", sessions * CPU_WORKSPACE_BYTES));
-        items.push(Item::estimate(
-            "process",
-            PROCESS_BYTES + self.library_bytes,
-        ));
+        items.push(Item::estimate("process", self.process_bytes()));
         items.push(Item::estimate(
             "tokenizer",
-            TOKENIZER_RATIO * self.tokenizer_bytes,
+            product([TOKENIZER_RATIO, self.tokenizer_bytes]),
         ));
         items
     }
 
+    fn process_bytes(&self) -> u64 {
+        self.library_bytes.saturating_add(PROCESS_BYTES)
+    }
+
     /// What a start has in memory for a moment: the bytes of a graph's files, the weights as they were read, and the weights as operators pack them.
     fn load_peak_bytes(&self) -> u64 {
-        let while_loaded = |part: &Part| part.file_bytes + 2 * part.weight_bytes;
+        let while_loaded = |part: &Part| {
+            let weights = product([2, part.weight_bytes]);
+            weights.saturating_add(part.file_bytes)
+        };
         let target = while_loaded(&self.target);
         let draft = self.draft.as_ref().map_or(0, |draft| {
-            self.target.weight_bytes + while_loaded(&draft.part)
+            while_loaded(&draft.part).saturating_add(self.target.weight_bytes)
         });
-        target.max(draft) + PROCESS_BYTES + self.library_bytes
+        target.max(draft).saturating_add(self.process_bytes())
     }
 
     /// What a server takes of a device.
@@ -265,43 +279,49 @@ impl Shape {
     }
 
     fn model_items(&self, kv_copies: u64) -> Vec<Item> {
-        let rows = self.max_concurrency * self.step_rows();
-        let tap_rows = rows.max(self.prefill_chunk_tokens.next_multiple_of(2));
+        let rows = product([self.max_concurrency, self.step_rows()]);
+        let tap_rows = rows.max(even(self.prefill_chunk_tokens));
         let mut items = vec![
             Item::exact("target weights", self.target.weight_bytes),
-            Item::exact("target keys and values", kv_copies * self.target_kv_bytes()),
+            Item::exact(
+                "target keys and values",
+                product([kv_copies, self.target_kv_bytes()]),
+            ),
         ];
         if let Some(draft) = &self.draft {
             items.push(Item::exact("draft weights", draft.part.weight_bytes));
             items.push(Item::exact(
                 "draft keys and values",
-                kv_copies * self.draft_kv_bytes(),
+                product([kv_copies, self.draft_kv_bytes()]),
             ));
-            items.push(Item::exact("taps", tap_rows * self.tap_columns * 4));
+            items.push(Item::exact(
+                "taps",
+                product([tap_rows, self.tap_columns, 4]),
+            ));
         }
-        items.push(Item::exact("logits", rows * self.logits_columns * 4));
+        items.push(Item::exact(
+            "logits",
+            product([rows, self.logits_columns, 4]),
+        ));
         items
     }
 
     /// The largest changes of one number that `fits`: a `max_concurrency`, and a context.
     fn alternatives(&self, fits: impl Fn(&Self) -> bool) -> Vec<String> {
-        let concurrency = (1..self.max_concurrency).rev().find(|&max_concurrency| {
+        let concurrency = largest(self.max_concurrency, |max_concurrency| {
             fits(&Self {
                 max_concurrency,
                 ..self.clone()
             })
         });
-        let steps = self.context_tokens / CONTEXT_STEP_TOKENS;
-        let context = (1..=steps)
-            .rev()
-            .map(|step| step * CONTEXT_STEP_TOKENS)
-            .filter(|&tokens| tokens < self.context_tokens)
-            .find(|&context_tokens| {
-                fits(&Self {
-                    context_tokens,
-                    ..self.clone()
-                })
-            });
+        let steps = self.context_tokens.div_ceil(CONTEXT_STEP_TOKENS);
+        let context = largest(steps, |step| {
+            fits(&Self {
+                context_tokens: step * CONTEXT_STEP_TOKENS,
+                ..self.clone()
+            })
+        });
+        let context = context.map(|step| step * CONTEXT_STEP_TOKENS);
         let text = |name: &str, value: Option<u64>| {
             value.map(|value| format!("serving.runtime.{name} {value} would fit"))
         };
@@ -315,16 +335,35 @@ impl Shape {
     }
 }
 
+/// `rows`, and one more where they are odd: a step is never of an odd width.
+fn even(rows: u64) -> u64 {
+    rows.checked_next_multiple_of(2).unwrap_or(u64::MAX)
+}
+
+/// The largest number from 1 to less than `limit` that `fits`, where each that is smaller than one that fits does too.
+fn largest(limit: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    let (mut fitting, mut failing) = (0, limit.max(1));
+    while failing - fitting > 1 {
+        let middle = fitting + (failing - fitting) / 2;
+        if fits(middle) {
+            fitting = middle;
+        } else {
+            failing = middle;
+        }
+    }
+    (fitting > 0).then_some(fitting)
+}
+
 /// Bytes of a row of all caches of a graph.
 fn row_bytes(graph: &GraphFacts) -> Result<u64, String> {
     if graph.caches.is_empty() {
         return Err("the graph has no caches".to_owned());
     }
-    let of_cache = graph.caches.iter().map(|cache| {
+    let mut of_cache = graph.caches.iter().map(|cache| {
         let unknown = || format!("the graph does not fix the shape of {}", cache.name);
         cache.row_bytes.ok_or_else(unknown)
     });
-    of_cache.sum()
+    of_cache.try_fold(0, |sum: u64, bytes| Ok(sum.saturating_add(bytes?)))
 }
 
 /// The server's own rule: keys and values may take a share of the free memory.
@@ -447,7 +486,7 @@ fn judge(
     let mut lines = vec![format!(
         "{} are needed {place} and {} more kept free; {} are free",
         bytes_text(needed_bytes),
-        bytes_text(with_margin(needed_bytes) - needed_bytes),
+        bytes_text(with_margin(needed_bytes).saturating_sub(needed_bytes)),
         bytes_text(free_bytes)
     )];
     lines.extend(items.iter().map(|item| {

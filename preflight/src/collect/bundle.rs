@@ -1,15 +1,18 @@
 //! Reads a bundle: manifest, files and graphs.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Read as _;
 use std::path::Path;
+use std::time::Duration;
 
 use outrider_bundle::facts::{Dim, GraphFacts as Structure};
+use outrider_bundle::manifest::FILE_NAME;
 use outrider_bundle::onnx::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use outrider_bundle::verify::BundleError;
 use outrider_bundle::{Manifest, VerifiedBundle};
 use prost::Message as _;
 
+use super::{FILE_LIMIT, child};
 use crate::facts::Reading;
 use crate::facts::bundle::{BundleFacts, Cache, Depth, GraphFacts};
 
@@ -19,18 +22,40 @@ const MAX_GRAPH_BYTES: u64 = 256 << 20;
 /// Most nodes that are named as a fault.
 const MAX_NAMED_NODES: usize = 8;
 
+/// Slowest reading of a bundle that is waited for: a disk that is slower, or a file that never comes, is a fault.
+const SLOWEST_BYTES_PER_SECOND: u64 = 4 << 20;
+
 /// Reads the bundle in `dir`; `quick` looks at sizes and headers only.
 pub fn collect(dir: &Path, quick: bool) -> BundleFacts {
-    let manifest = match Manifest::load(dir) {
-        Ok(manifest) => manifest,
-        Err(error) => {
-            let reason = error.lines().join("\n");
-            return BundleFacts {
-                manifest: Reading::Unknown(reason),
-                ..BundleFacts::default()
-            };
-        }
+    let unusable = |reason| BundleFacts {
+        manifest: Reading::Unknown(reason),
+        ..BundleFacts::default()
     };
+    let load = {
+        let dir = dir.to_owned();
+        move || Manifest::load(&dir)
+    };
+    let manifest = match child::within(FILE_LIMIT, load) {
+        Ok(Ok(manifest)) => manifest,
+        Ok(Err(error)) => return unusable(error.lines().join("\n")),
+        Err(error) => return unusable(format!("{FILE_NAME}: {error}")),
+    };
+    let bytes = manifest.files.values().map(|file| file.size_bytes);
+    let bytes = bytes.fold(0, u64::saturating_add);
+    let limit = FILE_LIMIT + Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND);
+    let read = {
+        let (dir, manifest) = (dir.to_owned(), manifest.clone());
+        move || of_files(&dir, manifest, quick)
+    };
+    child::within(limit, read).unwrap_or_else(|error| BundleFacts {
+        target_faults: vec![format!("its files could not be read: {error}")],
+        digest: Reading::Known(manifest.digest()),
+        manifest: Reading::Known(manifest),
+        ..BundleFacts::default()
+    })
+}
+
+fn of_files(dir: &Path, manifest: Manifest, quick: bool) -> BundleFacts {
     let lines = |fault: &BundleError| fault.lines();
     let (depth, of_draft) = if quick {
         let inspected = VerifiedBundle::inspect(dir);
@@ -61,7 +86,12 @@ pub fn collect(dir: &Path, quick: bool) -> BundleFacts {
 
 /// Reads the facts of a graph.
 pub fn read_graph(path: &Path) -> Result<GraphFacts, String> {
-    let structure = Structure::read(path).map_err(|error| chain(&error))?;
+    // Anything else might never end, and is a fault of the bundle already.
+    if !fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_file()) {
+        return Err(format!("{} is no plain file", path.display()));
+    }
+    let structure =
+        Structure::read(path).map_err(|error| format!("{:#}", anyhow::Error::new(error)))?;
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|file| file.take(MAX_GRAPH_BYTES + 1).read_to_end(&mut bytes))
@@ -94,9 +124,10 @@ fn facts_of(structure: &Structure, graph: GraphProto) -> GraphFacts {
             _ => 0,
         }
     };
+    let sizes = graph.initializer.iter().map(tensor_bytes);
     let mixing = graph.node.iter().filter(|node| mixes_rows(node));
     GraphFacts {
-        initializer_bytes: graph.initializer.iter().map(tensor_bytes).sum(),
+        initializer_bytes: sizes.fold(0, u64::saturating_add),
         caches: structure.inputs.iter().filter_map(cache).collect(),
         logits_columns: columns("logits"),
         tap_columns: columns("aux_hidden_states"),
@@ -118,7 +149,7 @@ fn row_bytes(input: &outrider_bundle::facts::ValueFacts) -> Option<u64> {
     match input.shape.as_ref()?.last()? {
         Dim::Size(columns) => u64::try_from(*columns)
             .ok()
-            .map(|columns| columns * element_bytes),
+            .map(|columns| columns.saturating_mul(element_bytes)),
         _ => None,
     }
 }
@@ -154,18 +185,6 @@ fn mixes_rows(node: &NodeProto) -> bool {
         }
         _ => false,
     }
-}
-
-/// An error and its causes as one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::io::{self, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,9 @@ pub enum ChildError {
         /// The limit in milliseconds.
         limit_ms: u128,
     },
+    /// Reading ended in a panic, whose message is on standard error.
+    #[error("reading it ended in a fault of this program")]
+    Panicked,
     /// It failed.
     #[error("{status}: {complaint}")]
     Failed {
@@ -119,11 +122,12 @@ pub fn within<T: Send + 'static>(
     thread::spawn(move || {
         let _ = sender.send(read());
     });
-    receiver
-        .recv_timeout(limit)
-        .map_err(|_| ChildError::Timeout {
+    receiver.recv_timeout(limit).map_err(|error| match error {
+        RecvTimeoutError::Timeout => ChildError::Timeout {
             limit_ms: limit.as_millis(),
-        })
+        },
+        RecvTimeoutError::Disconnected => ChildError::Panicked,
+    })
 }
 
 #[cfg(test)]
@@ -151,7 +155,15 @@ mod tests {
         assert_eq!(within(Duration::from_secs(60), || 7).unwrap(), 7);
         let (never, forever) = mpsc::channel::<()>();
         let stuck = within(Duration::from_millis(1), move || forever.recv());
-        assert!(stuck.is_err());
+        assert!(
+            matches!(stuck, Err(ChildError::Timeout { .. })),
+            "{stuck:?}"
+        );
         drop(never);
+        let fault = within(Duration::from_secs(60), || {
+            std::panic::resume_unwind(Box::new("a fault"))
+        });
+        let fault: Result<(), _> = fault;
+        assert!(matches!(fault, Err(ChildError::Panicked)), "{fault:?}");
     }
 }

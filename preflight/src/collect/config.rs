@@ -1,10 +1,10 @@
 //! Reads a configuration the way the server does.
 
 use outrider_server::config::{self, Config, ConfigError, Sources};
-use outrider_server::http;
+use outrider_server::launch;
 use outrider_server::listen::Endpoint;
-use outrider_server::tls::Identity;
 
+use super::{FILE_LIMIT, child};
 use crate::facts::config::{
     Audit, ConfigFacts, ExecutionProvider, Listener, NamedPath, Settings, Speculative,
 };
@@ -14,6 +14,16 @@ const DEVICE_ID: u32 = 0;
 
 /// Reads the configuration and the files of keys and certificates that it names.
 pub fn collect(sources: &Sources) -> ConfigFacts {
+    let sources = sources.clone();
+    child::within(FILE_LIMIT, move || read(&sources)).unwrap_or_else(|error| ConfigFacts {
+        faults: vec![format!(
+            "the configuration and the files that it names could not be read: {error}"
+        )],
+        ..ConfigFacts::default()
+    })
+}
+
+fn read(sources: &Sources) -> ConfigFacts {
     let config = match Config::load(sources) {
         Ok(config) => config,
         Err(ConfigError::Faults(faults)) => {
@@ -29,11 +39,7 @@ pub fn collect(sources: &Sources) -> ConfigFacts {
             };
         }
     };
-    let keys = http::Settings::of(&config)
-        .err()
-        .map(|error| error.to_string());
-    let identity = config.tls.as_ref().map(Identity::read);
-    let tls = identity.and_then(Result::err);
+    let file_faults = launch::file_faults(&config);
     ConfigFacts {
         execution_provider: match config.runtime.execution_provider {
             config::ExecutionProvider::Cpu => ExecutionProvider::Cpu,
@@ -41,10 +47,7 @@ pub fn collect(sources: &Sources) -> ConfigFacts {
         },
         device_id: DEVICE_ID,
         faults: Vec::new(),
-        file_faults: keys
-            .into_iter()
-            .chain(tls.map(|error| format!("serving.tls: {error}")))
-            .collect(),
+        file_faults: file_faults.iter().map(ToString::to_string).collect(),
         settings: Some(settings(&config)),
     }
 }

@@ -116,9 +116,11 @@ pub fn library(path: &Path, search: &Search, at_run_time: &[&str]) -> Result<Lib
             let next = below.needed.iter();
             queue.extend(next.map(|name| (name.clone(), false, by.clone(), below.clone())));
         }
+        let real_path = found.as_ref().and_then(|path| path.canonicalize().ok());
         result.push(Needed {
             name: needed,
             by,
+            real_path: real_path.map(|path| path.display().to_string()),
             found: found.map(|path| path.display().to_string()),
             at_run_time: late,
         });
@@ -166,6 +168,10 @@ fn highest(versions: &[String], prefix: &str) -> Option<String> {
 
 fn read(path: &Path) -> Result<Own, String> {
     let fault = |error: object::Error| format!("{} is no shared library: {error}", path.display());
+    // Opening a pipe would wait for somebody who writes to it.
+    if !path.is_file() {
+        return Err(format!("{} is no file", path.display()));
+    }
     let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
     // Only the parts that are looked at are read: a CUDA provider has hundreds of megabytes.
     let cache = ReadCache::new(file);

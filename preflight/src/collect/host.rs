@@ -2,27 +2,28 @@
 
 use std::fs;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use outrider_bundle::Manifest;
-use outrider_server::listen::Endpoint;
+use outrider_server::audit::AuditError;
+use outrider_server::launch::LaunchError;
+use outrider_server::listen::{self, Endpoint};
+use outrider_server::logging::LogError;
 use outrider_server::machine;
+use rustix::fs::StatVfs;
 
-use super::child;
 use super::permission::{self, Wanted};
+use super::{FILE_LIMIT, child};
 use crate::facts::Reading;
 use crate::facts::config::{ConfigFacts, Settings};
 use crate::facts::host::{
-    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose, User,
+    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose,
+    SharedMemory, User,
 };
-
-/// A file system that does not answer for this long is a fault.
-const FILE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Reads the machine as a server with this configuration and bundle needs it, run by `user_id` or by who runs this.
 pub fn collect(
@@ -30,9 +31,10 @@ pub fn collect(
     manifest: &Reading<Manifest>,
     user_id: Option<u32>,
 ) -> HostFacts {
-    let own_id = permission::own_user_id();
-    let user = permission::user(user_id.unwrap_or(own_id));
-    let read_by_user = user.id == own_id;
+    let own_id = permission::own_user_id().ok();
+    // Where nobody can tell, nothing may be taken for granted: root is the user that is complained of.
+    let user = permission::user(user_id.or(own_id).unwrap_or(0));
+    let read_by_user = own_id == Some(user.id);
     let wanted = config
         .settings
         .as_ref()
@@ -50,17 +52,29 @@ pub fn collect(
         };
         child::within(FILE_LIMIT, read).into()
     };
+    let ports = match config.settings.clone() {
+        None => Vec::new(),
+        Some(settings) => {
+            let user = user.clone();
+            // A socket whose process does not take connections lets nobody in and sends nobody away.
+            child::within(FILE_LIMIT, move || ports(&settings, &user, read_by_user))
+                .unwrap_or_default()
+        }
+    };
     HostFacts {
         read_by_user,
         memory: memory(),
         paths,
-        ports: config.settings.as_ref().map(ports).unwrap_or_default(),
+        ports,
         limits: limits(),
         kernel: kernel(),
         clock: clock(),
         user,
     }
 }
+
+const LOG: &str = "serving.logging.path";
+const AUDIT: &str = "serving.audit.path";
 
 /// Every path that the server uses, with its key.
 fn wanted_paths(
@@ -87,15 +101,12 @@ fn wanted_paths(
         ));
     }
     if let Some(path) = &settings.log_path {
-        paths.push(("serving.logging.path", PathBuf::from(path), Purpose::Append));
+        paths.push((LOG, PathBuf::from(path), Purpose::Append));
     }
     if let Some(audit) = &settings.audit {
         let path = PathBuf::from(&audit.path);
-        paths.push(("serving.audit.path", path.clone(), Purpose::Append));
-        paths.push(("serving.audit.path", path, Purpose::Create));
-    }
-    if let Ok(Endpoint::Unix(path)) = settings.admin_listen.endpoint.parse() {
-        paths.push(("serving.admin_listen", path, Purpose::Create));
+        paths.push((AUDIT, path.clone(), Purpose::Append));
+        paths.push((AUDIT, path, Purpose::Create));
     }
     paths
 }
@@ -112,10 +123,19 @@ fn path_facts(
     let may = |path: &Path, wanted| permission::check(user, read_by_user, path, wanted);
     let parent = path.parent().unwrap_or(Path::new("/"));
     let fault = match purpose {
-        Purpose::Read => may(&path, Wanted::Read).err(),
-        Purpose::Append if path.exists() => may(&path, Wanted::Write).err(),
-        Purpose::Append | Purpose::Create => may(parent, Wanted::Write).err(),
+        Purpose::Read => may(&path, Wanted::Read),
+        Purpose::Append if path.exists() => may(&path, Wanted::Write),
+        Purpose::Append | Purpose::Create => may(parent, Wanted::Write),
     };
+    let fault = fault.err().map(|source| {
+        let path = path.clone();
+        // In the server's own words where it would refuse.
+        match key {
+            LOG => LogError { path, source }.to_string(),
+            AUDIT => AuditError { path, source }.to_string(),
+            _ => format!("{}: {source} ({key})", path.display()),
+        }
+    });
     PathFacts {
         key: key.to_owned(),
         purpose,
@@ -135,7 +155,7 @@ fn file_system(path: &Path, mounts: &str) -> Option<FileSystem> {
         .lines()
         .filter_map(|line| {
             let mut words = line.split_whitespace().skip(1);
-            Some((words.next()?.replace("\\040", " "), words.next()?))
+            Some((unescaped(words.next()?), words.next()?))
         })
         .filter(|(mount_point, _)| existing.starts_with(mount_point))
         // Of mounts on the same place the last one is seen.
@@ -148,49 +168,81 @@ fn file_system(path: &Path, mounts: &str) -> Option<FileSystem> {
     })
 }
 
-fn ports(settings: &Settings) -> Vec<PortFacts> {
+/// A field of a table of mounts, in which what would part fields or lines is written as `\\` and three octal digits.
+fn unescaped(field: &str) -> String {
+    let mut parts = field.split('\\');
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let code = part
+            .get(..3)
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        match code {
+            Some(code) => {
+                bytes.push(code);
+                bytes.extend_from_slice(part[3..].as_bytes());
+            }
+            None => {
+                bytes.push(b'\\');
+                bytes.extend_from_slice(part.as_bytes());
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn ports(settings: &Settings, user: &User, read_by_user: bool) -> Vec<PortFacts> {
     [
         ("serving.listen", &settings.listen),
         ("serving.admin_listen", &settings.admin_listen),
     ]
     .into_iter()
-    .map(|(key, listener)| port_facts(key, &listener.endpoint))
+    .map(|(key, listener)| {
+        let may_make = |dir: &Path| permission::check(user, read_by_user, dir, Wanted::Write);
+        port_facts(key, &listener.endpoint, &may_make)
+    })
     .collect()
 }
 
-fn port_facts(key: &str, endpoint: &str) -> PortFacts {
+/// Whether `endpoint` can be had, in the server's own words; `may_make` says whether its user may make files in a directory.
+fn port_facts(
+    key: &'static str,
+    endpoint: &str,
+    may_make: &dyn Fn(&Path) -> io::Result<()>,
+) -> PortFacts {
     let mut facts = PortFacts {
         key: key.to_owned(),
         endpoint: endpoint.to_owned(),
         ..PortFacts::default()
     };
-    match endpoint.parse() {
-        Ok(Endpoint::Tcp(address)) => {
+    let Ok(endpoint) = endpoint.parse::<Endpoint>() else {
+        facts.fault = Some(format!("{endpoint} ({key}) is no endpoint"));
+        return facts;
+    };
+    let mut tried = listen::check(&endpoint);
+    match &endpoint {
+        Endpoint::Tcp(address) => {
             facts.port = Some(address.port());
-            // Bound and let go at once: nothing is accepted.
-            if let Err(error) = TcpListener::bind(address) {
-                if error.kind() == io::ErrorKind::AddrInUse {
-                    facts.holder = holder(address);
-                }
-                facts.fault = Some(error.to_string());
+            if tried
+                .as_ref()
+                .is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse)
+            {
+                facts.holder = holder(*address);
             }
         }
-        // A socket that nobody listens on is replaced by the server.
-        Ok(Endpoint::Unix(path)) => {
-            if UnixStream::connect(&path).is_ok() {
-                facts.fault = Some("another process listens there".to_owned());
-            } else if path.exists() && !is_socket(&path) {
-                facts.fault = Some("something that is not a socket is there".to_owned());
-            }
+        Endpoint::Unix(path) => {
+            let dir = path.parent().unwrap_or(Path::new("/"));
+            tried = tried.and_then(|()| may_make(dir));
         }
-        Err(()) => facts.fault = Some("is no endpoint".to_owned()),
     }
+    facts.fault = tried.err().map(|source| {
+        let error = LaunchError::Bind {
+            key,
+            endpoint,
+            source,
+        };
+        error.to_string()
+    });
     facts
-}
-
-fn is_socket(path: &Path) -> bool {
-    use std::os::unix::fs::FileTypeExt as _;
-    fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
 }
 
 /// The process that listens on a port, by its number and name; `None` where it belongs to somebody else.
@@ -240,9 +292,15 @@ fn memory() -> Memory {
         available_bytes: machine::free_memory_bytes().into(),
         // The older form says "none" with a number near the largest.
         cgroup_limit_bytes: cgroup_limit.filter(|limit| *limit < 1 << 60),
-        shared_bytes: rustix::fs::statvfs("/dev/shm")
-            .map(|space| space.f_blocks.saturating_mul(space.f_frsize))
-            .into(),
+        shared: rustix::fs::statvfs("/dev/shm").map(shared_memory).into(),
+    }
+}
+
+fn shared_memory(space: StatVfs) -> SharedMemory {
+    let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
+    SharedMemory {
+        size_bytes: bytes(space.f_blocks),
+        used_bytes: bytes(space.f_blocks.saturating_sub(space.f_bfree)),
     }
 }
 
@@ -318,7 +376,13 @@ fn synchronised(root: &Path) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
+
+    fn port_facts(key: &'static str, endpoint: &str) -> PortFacts {
+        super::port_facts(key, endpoint, &|_| Ok(()))
+    }
 
     #[test]
     fn a_port_in_use_names_who_has_it_and_a_free_one_is_let_go() {
@@ -353,15 +417,43 @@ mod tests {
             || port_facts("serving.admin_listen", &format!("unix:{}", path.display())).fault;
         assert_eq!(fault(), None);
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        assert_eq!(fault().as_deref(), Some("another process listens there"));
+        let place = format!(
+            "cannot listen on unix:{} (serving.admin_listen)",
+            path.display()
+        );
+        assert_eq!(
+            fault(),
+            Some(format!("{place}: another process listens there"))
+        );
         drop(listener);
         assert_eq!(fault(), None, "nobody listens any more");
         fs::remove_file(&path).unwrap();
         fs::write(&path, "").unwrap();
         assert_eq!(
-            fault().as_deref(),
-            Some("something that is not a socket is there")
+            fault(),
+            Some(format!("{place}: something that is not a socket is there"))
         );
+    }
+
+    #[test]
+    fn a_socket_needs_a_directory_that_the_user_may_write_to() {
+        let may_make = |dir: &Path| Err(io::Error::other(format!("not in {}", dir.display())));
+        let facts = super::port_facts("serving.admin_listen", "unix:/run/x/admin.sock", &may_make);
+        assert_eq!(
+            facts.fault.as_deref(),
+            Some("cannot listen on unix:/run/x/admin.sock (serving.admin_listen): not in /run/x")
+        );
+    }
+
+    #[test]
+    fn names_of_mounts_are_read_as_the_kernel_writes_them() {
+        for (field, name) in [
+            ("/srv", "/srv"),
+            ("/a\\040b\\012c\\134d", "/a b\nc\\d"),
+            ("/odd\\9\\", "/odd\\9\\"),
+        ] {
+            assert_eq!(unescaped(field), name);
+        }
     }
 
     #[test]

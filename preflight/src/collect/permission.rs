@@ -3,7 +3,9 @@
 //! Access control lists, capabilities and security modules are not seen for another user.
 //! Users and groups are read from `/etc/passwd` and `/etc/group`: a name service may block for minutes.
 
-use std::fs::{self, Metadata};
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -39,9 +41,14 @@ impl Wanted {
 }
 
 /// Number of the user of this process.
-pub fn own_user_id() -> u32 {
-    // The kernel gives the files of a process to its effective user.
-    fs::metadata("/proc/self").map_or(0, |metadata| metadata.uid())
+///
+/// # Errors
+///
+/// The kernel gives this process no more files.
+pub fn own_user_id() -> io::Result<u32> {
+    // What a process makes belongs to its effective user; unlike files in /proc, a pipe can be had everywhere.
+    let (pipe, _) = io::pipe()?;
+    Ok(File::from(OwnedFd::from(pipe)).metadata()?.uid())
 }
 
 /// A user by number, with the name and groups that the files of this machine give it.
@@ -78,26 +85,23 @@ fn user_in(id: u32, passwd: &str, group: &str) -> User {
 }
 
 /// Whether a user may do something with a path, or why not.
-pub fn check(user: &User, is_own: bool, path: &Path, wanted: Wanted) -> Result<(), String> {
-    let unreadable = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+pub fn check(user: &User, is_own: bool, path: &Path, wanted: Wanted) -> io::Result<()> {
     if is_own {
         let access = match wanted {
             Wanted::Read => Access::READ_OK,
             Wanted::Write => Access::WRITE_OK,
         };
-        return rustix::fs::access(path, access).map_err(|error| unreadable(path, error.into()));
+        return rustix::fs::access(path, access).map_err(io::Error::from);
     }
-    let path = path
-        .canonicalize()
-        .map_err(|error| unreadable(path, error))?;
+    let path = path.canonicalize()?;
     let ancestors: Vec<&Path> = path.ancestors().skip(1).collect();
     for dir in ancestors.into_iter().rev() {
-        let metadata = fs::metadata(dir).map_err(|error| unreadable(dir, error))?;
+        let metadata = fs::metadata(dir)?;
         if !allows(user, &metadata, EXECUTE_BIT) {
             return Err(refusal(user, "enter", dir, &metadata));
         }
     }
-    let metadata = fs::metadata(&path).map_err(|error| unreadable(&path, error))?;
+    let metadata = fs::metadata(&path)?;
     if allows(user, &metadata, wanted.bit()) {
         Ok(())
     } else {
@@ -116,15 +120,15 @@ fn allows(user: &User, metadata: &Metadata, bit: u32) -> bool {
     user.id == 0 || (metadata.mode() >> shift) & bit != 0
 }
 
-fn refusal(user: &User, verb: &str, path: &Path, metadata: &Metadata) -> String {
-    format!(
+fn refusal(user: &User, verb: &str, path: &Path, metadata: &Metadata) -> io::Error {
+    io::Error::other(format!(
         "user {} may not {verb} {}, which has mode {:03o}, user {} and group {}",
         user.id,
         path.display(),
         metadata.mode() & 0o777,
         metadata.uid(),
         metadata.gid()
-    )
+    ))
 }
 
 #[cfg(test)]
@@ -136,6 +140,13 @@ mod tests {
     const PASSWD: &str =
         "root:x:0:0:root:/root:/bin/sh\noutrider:x:990:991::/:/bin/false\nbroken\n";
     const GROUP: &str = "root:x:0:\noutrider:x:991:\nmodels:x:1200:alice,outrider\nbroken\n";
+
+    #[test]
+    fn the_user_of_this_process_is_the_owner_of_what_it_makes() {
+        let file = tempfile::tempfile().unwrap();
+        let owner = file.metadata().unwrap().uid();
+        assert_eq!(own_user_id().unwrap(), owner);
+    }
 
     #[test]
     fn a_user_has_its_groups_and_a_number_without_a_name_has_that_of_root() {
@@ -181,7 +192,7 @@ mod tests {
             );
         }
         mode(&inner, 0o700);
-        let refusal = check(Wanted::Read).unwrap_err();
+        let refusal = check(Wanted::Read).unwrap_err().to_string();
         assert!(refusal.contains("may not enter"), "{refusal}");
         mode(&inner, 0o755);
     }

@@ -1,12 +1,13 @@
 //! Reads ONNX Runtime, its providers and the processor.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use outrider_server::model::runtime::MINIMUM_VERSION;
+use outrider_server::model::runtime::{self, MINIMUM_VERSION};
 
 use super::elf::{self, Search};
-use super::probe;
+use super::{child, probe};
 use crate::facts::Reading;
 use crate::facts::config::{ConfigFacts, ExecutionProvider};
 use crate::facts::runtime::{Library, Processor, RuntimeFacts};
@@ -16,6 +17,9 @@ const CUDA_PROVIDER: &str = "libonnxruntime_providers_cuda.so";
 
 /// What every provider in a file of its own is loaded with.
 const SHARED_PROVIDER: &str = "libonnxruntime_providers_shared.so";
+
+/// Hundreds of megabytes of libraries on a cold disk are looked at in less.
+const LIBRARY_LIMIT: Duration = Duration::from_secs(20);
 
 /// Reads ONNX Runtime as `config` names it; `program` runs the session.
 pub fn collect(config: &ConfigFacts, program: &Path) -> RuntimeFacts {
@@ -27,11 +31,23 @@ pub fn collect(config: &ConfigFacts, program: &Path) -> RuntimeFacts {
     let Some(settings) = &config.settings else {
         return facts;
     };
-    let search = Search::of_machine();
-    let path = Path::new(&settings.onnxruntime_library);
-    facts.library = elf::library(path, &search, &[]).into();
-    if config.execution_provider == ExecutionProvider::Cuda {
-        facts.cuda_provider = Some(cuda_provider(path, &search).into());
+    let read = {
+        let path = PathBuf::from(&settings.onnxruntime_library);
+        let on_cuda = config.execution_provider == ExecutionProvider::Cuda;
+        move || {
+            let search = Search::of_machine();
+            let provider = on_cuda.then(|| cuda_provider(&path, &search));
+            (library(&path, &search), provider)
+        }
+    };
+    match child::within(LIBRARY_LIMIT, read) {
+        Ok((library, provider)) => {
+            facts.library = library.into();
+            facts.cuda_provider = provider.map(Reading::from);
+        }
+        Err(error) => {
+            facts.library = Reading::Unknown(format!("{}: {error}", settings.onnxruntime_library));
+        }
     }
     facts.probe = match &facts.library {
         Reading::Known(_) => probe::collect(
@@ -44,6 +60,12 @@ pub fn collect(config: &ConfigFacts, program: &Path) -> RuntimeFacts {
         Reading::Unknown(reason) => Reading::Unknown(reason.clone()),
     };
     facts
+}
+
+fn library(path: &Path, search: &Search) -> Result<Library, String> {
+    // In the server's own words where there is none.
+    runtime::locate(path).map_err(|error| error.to_string())?;
+    elf::library(path, search, &[])
 }
 
 /// The CUDA provider beside a library, with what it loads when it is first used.

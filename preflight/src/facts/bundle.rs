@@ -9,6 +9,7 @@ use super::Reading;
 
 /// The bundle: its manifest, files, graphs and licences.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BundleFacts {
     /// How far its files were compared with the manifest.
     pub depth: Depth,
@@ -39,6 +40,7 @@ pub enum Depth {
 
 /// What a graph says of itself.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GraphFacts {
     /// Bytes of every initializer; bytes of a file that several of them share count for each, since each is held in memory by itself.
     pub initializer_bytes: u64,
@@ -56,6 +58,7 @@ pub struct GraphFacts {
 
 /// A cache tensor `[batch, rows, columns]`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cache {
     /// Name of the input.
     pub name: String,

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The configuration: what the server would refuse, and what it asks of the machine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ConfigFacts {
     /// Where the model is to run; [`ExecutionProvider::Cpu`] when the configuration could not be read, which is a failure by itself.
     pub execution_provider: ExecutionProvider,
@@ -30,6 +31,7 @@ pub enum ExecutionProvider {
 
 /// What a configuration without faults asks for; fields are named after its keys.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Settings {
     /// Directory of the bundle.
     pub bundle: String,
@@ -69,6 +71,7 @@ pub struct Settings {
 
 /// A listener.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Listener {
     /// Where: an address and a port, or `unix:` and a path.
     pub endpoint: String,
@@ -80,6 +83,7 @@ pub struct Listener {
 
 /// A path with the key that names it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NamedPath {
     /// The configuration key.
     pub key: String,
@@ -89,6 +93,7 @@ pub struct NamedPath {
 
 /// Drafting.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Speculative {
     /// Whether the server drafts.
     pub enabled: bool,
@@ -102,6 +107,7 @@ pub struct Speculative {
 
 /// The audit log.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Audit {
     /// Its file.
     pub path: String,

@@ -6,6 +6,7 @@ use super::Reading;
 
 /// The machine: memory, disks, ports, users and limits.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct HostFacts {
     /// Who the server will run as.
     pub user: User,
@@ -27,6 +28,7 @@ pub struct HostFacts {
 
 /// A user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct User {
     /// Number.
     pub id: u32,
@@ -38,6 +40,7 @@ pub struct User {
 
 /// Memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Memory {
     /// All that the machine has.
     pub total_bytes: Reading<u64>,
@@ -45,8 +48,18 @@ pub struct Memory {
     pub available_bytes: Reading<u64>,
     /// Limit of the memory cgroup, where there is one.
     pub cgroup_limit_bytes: Option<u64>,
-    /// Size of `/dev/shm`.
-    pub shared_bytes: Reading<u64>,
+    /// Memory that processes share as files in `/dev/shm`.
+    pub shared: Reading<SharedMemory>,
+}
+
+/// Memory that processes share as files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedMemory {
+    /// What the files may have together.
+    pub size_bytes: u64,
+    /// What they have; no process needs to use it, and it is gone from what others can take.
+    pub used_bytes: u64,
 }
 
 /// What a path is used for.
@@ -64,6 +77,7 @@ pub enum Purpose {
 
 /// A path that the server uses.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PathFacts {
     /// The configuration key that it comes from.
     pub key: String,
@@ -81,6 +95,7 @@ pub struct PathFacts {
 
 /// A file system.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct FileSystem {
     /// Where it is mounted.
     pub mount_point: String,
@@ -92,6 +107,7 @@ pub struct FileSystem {
 
 /// A place to listen.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PortFacts {
     /// The configuration key that it comes from.
     pub key: String,
@@ -107,6 +123,7 @@ pub struct PortFacts {
 
 /// Limits of a process; `None` is unlimited or unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Limits {
     /// Open files, the hard limit: the server raises its own to it.
     pub open_files: Option<u64>,
@@ -118,6 +135,7 @@ pub struct Limits {
 
 /// Parameters of the kernel; `None` where they can't be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Kernel {
     /// `vm.overcommit_memory`.
     pub overcommit_memory: Option<u64>,
@@ -131,6 +149,7 @@ pub struct Kernel {
 
 /// The clock.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Clock {
     /// Seconds since 1970.
     pub unix_time_s: u64,

@@ -6,6 +6,7 @@ use super::Reading;
 
 /// ONNX Runtime and the libraries that it loads.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RuntimeFacts {
     /// The ONNX Runtime library.
     pub library: Reading<Library>,
@@ -21,6 +22,7 @@ pub struct RuntimeFacts {
 
 /// A shared library, as its file says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Library {
     /// The path that it was asked for by.
     pub path: String,
@@ -42,6 +44,7 @@ pub struct Library {
 
 /// A library that another one needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Needed {
     /// Its name.
     pub name: String,
@@ -49,6 +52,8 @@ pub struct Needed {
     pub by: String,
     /// The file that the loader would take; `None` when there is none.
     pub found: Option<String>,
+    /// The file that this leads to, whose name has the whole version.
+    pub real_path: Option<String>,
     /// Whether it is loaded when it is first used, and not named in the file.
     pub at_run_time: bool,
 }
@@ -64,6 +69,16 @@ impl Library {
             })
     }
 
+    /// The CUDA minor version that it will run with, where the name of the runtime library's file tells it.
+    pub fn cuda_minor(&self) -> Option<u32> {
+        let major = self.cuda_major()?;
+        let name = format!("libcudart.so.{major}");
+        let needed = self.needed.iter().find(|needed| needed.name == name)?;
+        let file = needed.real_path.as_ref()?.rsplit('/').next()?;
+        let minor = file.strip_prefix(&name)?.strip_prefix('.')?;
+        minor.split('.').next()?.parse().ok()
+    }
+
     /// Libraries that the loader would not find.
     pub fn missing(&self) -> impl Iterator<Item = &Needed> {
         self.needed.iter().filter(|needed| needed.found.is_none())
@@ -72,6 +87,7 @@ impl Library {
 
 /// What a session said.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Probe {
     /// Version that the library gives itself.
     pub version: String,
@@ -81,6 +97,7 @@ pub struct Probe {
 
 /// What a processor offers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Processor {
     /// Architecture, spelled as Rust does.
     pub arch: String,

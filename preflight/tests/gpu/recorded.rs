@@ -1,6 +1,7 @@
 //! Recorded facts, and what is said of them.
 
 use outrider_preflight::checks::{Finding, Outcome};
+use outrider_preflight::facts::Reading;
 use outrider_preflight::facts::config::ExecutionProvider;
 use outrider_preflight::facts::gpu::GpuFacts;
 use outrider_preflight::report;
@@ -164,6 +165,79 @@ fn a_driver_is_judged_by_the_cuda_of_the_runtime() {
         facts.runtime = runtime(cuda_major);
         let mut findings = judge(&facts);
         findings.retain(|finding| finding.id == "gpu.driver_too_old");
+        lines += &text(&findings);
+    }
+    insta::assert_snapshot!(lines);
+}
+
+/// Above the floor of its major version a driver is judged by the features that it says it has; the table only names what to install, and stands in where
+/// the driver does not say.
+#[test]
+fn a_driver_is_judged_by_the_minor_version_of_cuda_where_a_file_tells_it() {
+    let known =
+        |major: u32, minor: u32| serde_json::json!({"known": {"major": major, "minor": minor}});
+    let silent = || serde_json::json!({"unknown": "the function is not there"});
+    let mut lines = String::new();
+    for (driver, cuda, file) in [
+        ("580.95.05", known(13, 0), "libcudart.so.13.0.96"),
+        ("580.95.05", known(13, 0), "libcudart.so.13.1.80"),
+        ("590.44.01", known(13, 1), "libcudart.so.13.1.80"),
+        ("580.95.05", known(13, 0), "libcudart.so.13.4.12"),
+        ("610.10.01", known(13, 5), "libcudart.so.13.4.12"),
+        ("580.95.05", silent(), "libcudart.so.13.1.80"),
+        ("590.44.01", silent(), "libcudart.so.13.1.80"),
+        ("580.95.05", silent(), "libcudart.so.13.4.12"),
+        ("535.104.05", known(12, 2), "libcudart.so.12.8.90"),
+        ("580.95.05", known(13, 0), "libcudart.so.12.8.90"),
+        ("580.95.05", known(13, 0), "libcudart.so.13"),
+        ("575.57.08", known(12, 9), "libcudart.so.13.0.96"),
+    ] {
+        let case = Case {
+            name: driver.to_owned(),
+            base: None,
+            read_by_another: false,
+            set: [
+                (
+                    "/nvml/outcome/read/driver_version".to_owned(),
+                    serde_json::json!({"known": driver}),
+                ),
+                ("/nvml/outcome/read/cuda_version".to_owned(), cuda),
+            ]
+            .into_iter()
+            .collect(),
+        };
+        let mut facts = facts(gpu(&case));
+        let major = file["libcudart.so.".len()..].split('.').next().unwrap();
+        facts.runtime = runtime(major.parse().unwrap());
+        if let Some(Reading::Known(provider)) = &mut facts.runtime.cuda_provider {
+            provider.needed[0].real_path = Some(format!("/usr/local/cuda/lib64/{file}"));
+        }
+        let mut findings = judge(&facts);
+        findings.retain(|finding| finding.id == "gpu.driver_too_old");
+        lines += &text(&findings);
+    }
+    insta::assert_snapshot!(lines);
+}
+
+/// The catalogue lets these pass, warns of those, and wants a reset or a restart after the last.
+#[test]
+fn an_xid_is_as_bad_as_the_catalogue_says() {
+    let mut lines = String::new();
+    for number in [43, 63, 13, 38, 92, 94, 110, 119, 143, 155, 79, 48, 12] {
+        let fault = serde_json::json!([{
+            "of_switch": false, "pci_address": "0000:1b:00.0", "number": number, "count": 1,
+            "last_at_seconds": 7100, "text": "text",
+        }]);
+        let case = Case {
+            name: number.to_string(),
+            base: None,
+            read_by_another: false,
+            set: [("/kernel_log/known/faults".to_owned(), fault)]
+                .into_iter()
+                .collect(),
+        };
+        let mut findings = judge(&facts(gpu(&case)));
+        findings.retain(|finding| finding.id == "gpu.xid");
         lines += &text(&findings);
     }
     insta::assert_snapshot!(lines);

@@ -3,7 +3,7 @@
 use super::verdict::Verdict;
 use super::{Finding, Scope};
 use crate::facts::Reading;
-use crate::facts::gpu::{DeviceState, Libcuda, NvmlFailure, NvmlOutcome};
+use crate::facts::gpu::{CudaVersion, DeviceState, Libcuda, NvmlFailure, NvmlOutcome};
 use crate::facts::runtime::RuntimeFacts;
 
 pub(super) const NVML: &str = "gpu.nvml";
@@ -17,7 +17,7 @@ const MISMATCH_REMEDY: &str = "restart the machine, or stop everything that uses
 /// Lowest driver of each major version of CUDA, from NVIDIA's rule of minor-version compatibility.
 const FLOORS: [(u32, u32); 3] = [(13, 580), (12, 525), (11, 450)];
 
-/// The driver that each toolkit came with, which has all of its features, from the toolkits' release notes.
+/// The driver that each toolkit came with, from the toolkits' release notes: what to install where the loaded one lacks features.
 const SHIPPED: [((u32, u32), [u32; 3]); 12] = [
     ((13, 1), [590, 44, 1]),
     ((13, 0), [580, 65, 6]),
@@ -61,7 +61,10 @@ pub(super) fn need(runtime: &RuntimeFacts) -> Reading<CudaNeed> {
         None => return Reading::Unknown("the CUDA provider was not read".into()),
     };
     match provider.cuda_major() {
-        Some(major) => Reading::Known(CudaNeed { major, minor: None }),
+        Some(major) => Reading::Known(CudaNeed {
+            major,
+            minor: provider.cuda_minor(),
+        }),
         None => Reading::Unknown(format!(
             "{} names no library of CUDA that it needs",
             provider.path
@@ -179,7 +182,9 @@ pub(super) fn too_old(scope: &Scope<'_>) -> Finding {
         return super::no_devices(TOO_OLD, scope.gpu);
     };
     match (&system.driver_version, &scope.need) {
-        (Reading::Known(driver), Reading::Known(need)) => judge_release(driver, *need),
+        (Reading::Known(driver), Reading::Known(need)) => {
+            judge_release(driver, system.cuda_version.known().copied(), *need)
+        }
         (Reading::Known(driver), Reading::Unknown(reason)) => Finding::unknown(
             TOO_OLD,
             format!("the driver is {driver}; the CUDA that the runtime needs is unknown: {reason}"),
@@ -193,8 +198,11 @@ pub(super) fn too_old(scope: &Scope<'_>) -> Finding {
     }
 }
 
-/// Whether the driver of release `driver` runs a program that was built for `need`.
-fn judge_release(driver: &str, need: CudaNeed) -> Finding {
+/// Whether the driver of release `driver`, which says that it has `own` features, runs a program that was built for `need`.
+///
+/// Within a major version of CUDA every driver from the first one on runs what was built for any minor version; features of a newer minor version it
+/// lacks, and code that is compiled at run time fails.
+fn judge_release(driver: &str, own: Option<CudaVersion>, need: CudaNeed) -> Finding {
     let parts = parse(driver);
     let Some(first) = parts.first() else {
         return Finding::unknown(
@@ -227,32 +235,47 @@ fn judge_release(driver: &str, need: CudaNeed) -> Finding {
         );
     }
     let Some(minor) = need.minor else {
-        return Finding::pass(TOO_OLD, rule);
+        return Finding::pass(
+            TOO_OLD,
+            format!("{rule}; the rule of the major version applies, the minor one is not told"),
+        );
     };
     let shipped = SHIPPED
         .iter()
         .find(|(version, _)| *version == (major, minor))
-        .map(|(_, shipped)| shipped);
-    match shipped {
-        None => Finding::unknown(
-            TOO_OLD,
-            format!(
-                "{rule}; CUDA {major}.{minor} is not in the table, and only the rule of its major version is known"
-            ),
-            format!("look up the driver of CUDA {major}.{minor} in its release notes"),
-        ),
-        Some(shipped) if parts.as_slice() < shipped.as_slice() => {
-            let [a, b, c] = shipped;
-            Finding::warn(
+        .map(|(_, release)| release);
+    let shipped_text = shipped.map(|[a, b, c]| format!("{a}.{b:02}.{c:02}"));
+    let has_all = match (own, shipped) {
+        (Some(own), _) => (own.major, own.minor) >= (major, minor),
+        (None, Some(shipped)) => parts.as_slice() >= shipped.as_slice(),
+        (None, None) => {
+            return Finding::unknown(
                 TOO_OLD,
-                format!("{rule}; CUDA {major}.{minor} came with {a}.{b:02}.{c:02}"),
                 format!(
-                    "install driver {a}.{b:02}.{c:02} or newer: with an older one of the same major version, code that is compiled at run time and some features fail"
+                    "{rule}; CUDA {major}.{minor} is not in the table, and the driver does not say what it has: only the rule of the major version applies"
                 ),
-            )
+                format!("look up the driver of CUDA {major}.{minor} in its release notes"),
+            );
         }
-        Some(_) => Finding::pass(TOO_OLD, format!("{rule}; it has all of {major}.{minor}")),
+    };
+    if has_all {
+        return Finding::pass(TOO_OLD, format!("{rule}; it has all of {major}.{minor}"));
     }
+    let own = own.map_or_else(
+        || "an older version".to_owned(),
+        |own| format!("CUDA {own}"),
+    );
+    let newer = shipped_text.map_or_else(
+        || format!("a driver of CUDA {major}.{minor} or newer"),
+        |release| format!("driver {release} or newer"),
+    );
+    Finding::warn(
+        TOO_OLD,
+        format!("{rule}; it has the features of {own}, and the libraries are of {major}.{minor}"),
+        format!(
+            "install {newer}: with an older one of the same major version, code that is compiled at run time and some features fail"
+        ),
+    )
 }
 
 pub(super) fn libcuda(scope: &Scope<'_>) -> Finding {

@@ -87,7 +87,7 @@ fn judge_pages(state: &DeviceState) -> Verdict {
         "{} pages retired after single-bit and {} after double-bit errors",
         pages.single_bit, pages.double_bit
     );
-    if pages.single_bit + pages.double_bit >= MOST_RETIRED_PAGES {
+    if pages.single_bit.saturating_add(pages.double_bit) >= MOST_RETIRED_PAGES {
         Verdict::fail(
             format!("{evidence}, of at most {MOST_RETIRED_PAGES}"),
             "take the device out of service and have it replaced",

@@ -14,7 +14,7 @@ pub(super) const UTILISATION: &str = "gpu.utilisation";
 const CONTEXT_BYTES: u64 = 600 << 20;
 
 /// Mean utilisation from which a newcomer gets half a device or less.
-const BUSY_PERCENT: u32 = 50;
+const BUSY_PERCENT: u64 = 50;
 
 pub(super) fn compute_mode(scope: &Scope<'_>) -> Finding {
     scope.each_device(COMPUTE_MODE, |state| {
@@ -104,8 +104,9 @@ pub(super) fn utilisation(scope: &Scope<'_>) -> Finding {
             Reading::Known(None) => return Verdict::skip("it does not measure its utilisation"),
             Reading::Unknown(reason) => return Verdict::unknown(reason),
         };
-        let count = u32::try_from(samples.len()).unwrap_or(u32::MAX);
-        let mean = samples.iter().sum::<u32>() / count;
+        let sum: u64 = samples.iter().map(|percent| u64::from(*percent)).sum();
+        let count = samples.len();
+        let mean = sum / count as u64;
         let most = samples.iter().max().unwrap_or(&0);
         let evidence = format!("busy for {mean} % of the time, at most {most} %, in {count} samples");
         if mean >= BUSY_PERCENT {

@@ -21,30 +21,46 @@ pub(super) struct Meaning {
 }
 
 const PROGRAM: &str = "look for the program that was at fault; if several programs or only this device have it, run the vendor's diagnostics";
-const RESET: &str = "drain the device and reset it (`nvidia-smi --gpu-reset -i N`)";
+const RESET: &str = "drain the device and reset it (`nvidia-smi --gpu-reset -i N`), and have it checked if it happens again";
 const RESTART: &str =
     "drain the machine, turn it off and on, and have the device checked if it happens again";
-const DRIVER: &str = "drain the machine, restart it and update the driver; have the device checked if it happens again";
+const DRIVER: &str = "update the driver, and have the device checked if it happens again";
+const FIRMWARE: &str = "drain the device, reset it (`nvidia-smi --gpu-reset -i N`) and update the driver; have it checked if it happens again";
 const DIAGNOSE: &str =
     "drain the device, reset it and run the vendor's diagnostics; have it replaced if they fail";
+const CABLES: &str = "turn the machine off and connect the cable";
 const LINK: &str = "check the NVLinks (`nvidia-smi nvlink -s`, `nvidia-smi nvlink -e`) and reset the devices on them";
 const WATCH: &str =
     "watch the device: reset it when convenient, and have it checked if the number grows";
 
-/// Number, meaning, severity and remedy, after NVIDIA's catalogue.
-const XIDS: [(u32, &str, Severity, &str); 37] = [
+/// Number, meaning, severity and remedy, after NVIDIA's catalogue for Ampere and later: what it wants reset or restarted is a failure, what concerns
+/// the program of that time or asks for a look is a warning, and what it lets pass is a note.
+const XIDS: [(u32, &str, Severity, &str); 65] = [
+    (8, "the device stopped processing", Severity::Warn, PROGRAM),
+    (11, "a corrupted push buffer", Severity::Warn, PROGRAM),
     (
         13,
         "an exception of the graphics engine",
         Severity::Warn,
         PROGRAM,
     ),
+    (25, "an illegal push buffer", Severity::Warn, PROGRAM),
     (31, "a fault of the memory unit", Severity::Warn, PROGRAM),
     (32, "a corrupted push buffer", Severity::Warn, PROGRAM),
-    (38, "an error of the firmware", Severity::Fail, DRIVER),
+    (37, "an error of the firmware", Severity::Note, PROGRAM),
+    (38, "an error of the firmware", Severity::Warn, DRIVER),
+    (39, "an exception of a copy engine", Severity::Warn, PROGRAM),
+    (40, "an exception of a copy engine", Severity::Warn, PROGRAM),
+    (41, "an exception of a copy engine", Severity::Warn, PROGRAM),
     (
         43,
         "a program was stopped by a fault of its own",
+        Severity::Note,
+        PROGRAM,
+    ),
+    (
+        44,
+        "a fault of the graphics engine in a change of context",
         Severity::Note,
         PROGRAM,
     ),
@@ -56,6 +72,12 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
     ),
     (46, "the device stopped processing", Severity::Fail, RESET),
     (48, "a double-bit memory error", Severity::Fail, DIAGNOSE),
+    (
+        54,
+        "the power cable of the device is not connected",
+        Severity::Fail,
+        CABLES,
+    ),
     (
         61,
         "a breakpoint of the internal controller",
@@ -71,14 +93,26 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
     (
         63,
         "a page was retired or a row remapped",
-        Severity::Warn,
-        "reset the device when convenient, so that the replacement takes effect",
+        Severity::Note,
+        PROGRAM,
     ),
     (
         64,
         "a page could not be retired or a row not be remapped",
         Severity::Fail,
         DIAGNOSE,
+    ),
+    (
+        66,
+        "an illegal access of the driver",
+        Severity::Note,
+        DRIVER,
+    ),
+    (
+        67,
+        "an illegal access of the driver",
+        Severity::Warn,
+        DRIVER,
     ),
     (
         68,
@@ -94,12 +128,24 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
     ),
     (74, "an error of an NVLink", Severity::Warn, LINK),
     (79, "the device fell off the bus", Severity::Fail, RESTART),
+    (
+        80,
+        "corrupted data was sent to the device",
+        Severity::Warn,
+        PROGRAM,
+    ),
     (92, "many single-bit memory errors", Severity::Warn, WATCH),
+    (
+        93,
+        "the store of settings was written to too often",
+        Severity::Warn,
+        WATCH,
+    ),
     (
         94,
         "an uncorrected memory error that only its program suffered from",
         Severity::Warn,
-        "reset the device when convenient, so that the row is remapped",
+        "restart the program that was hit; a row that waits to be remapped is a finding of its own",
     ),
     (
         95,
@@ -113,14 +159,19 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
         Severity::Fail,
         RESET,
     ),
-    (110, "a security fault", Severity::Fail, RESTART),
+    (110, "a security fault", Severity::Fail, RESET),
     (
         119,
         "the GSP firmware did not answer",
         Severity::Fail,
-        DRIVER,
+        FIRMWARE,
     ),
-    (120, "an error of the GSP firmware", Severity::Fail, DRIVER),
+    (
+        120,
+        "an error of the GSP firmware",
+        Severity::Fail,
+        FIRMWARE,
+    ),
     (
         121,
         "a corrected error of the link to the processor",
@@ -135,15 +186,21 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
     ),
     (
         123,
-        "a failure of the power management unit",
-        Severity::Fail,
-        RESET,
+        "the device's flash memory could not be written",
+        Severity::Warn,
+        DIAGNOSE,
     ),
     (
         124,
-        "an error of the GSP while it was switched",
+        "the device's flash memory could not be erased",
         Severity::Warn,
-        DRIVER,
+        DIAGNOSE,
+    ),
+    (
+        125,
+        "an error of the store of settings",
+        Severity::Warn,
+        DIAGNOSE,
     ),
     (136, "an NVLink could not be trained", Severity::Fail, LINK),
     (
@@ -154,22 +211,91 @@ const XIDS: [(u32, &str, Severity, &str); 37] = [
     ),
     (140, "an unrecovered memory error", Severity::Fail, DIAGNOSE),
     (
+        141,
+        "an error of a fast path of CUDA",
+        Severity::Warn,
+        PROGRAM,
+    ),
+    (
         143,
         "the device could not be initialised",
         Severity::Fail,
-        RESTART,
+        RESET,
     ),
     (144, "an error of an NVLink", Severity::Warn, LINK),
     (145, "an error of an NVLink", Severity::Warn, LINK),
+    (146, "an error of an NVLink", Severity::Warn, LINK),
+    (147, "an error of an NVLink", Severity::Warn, LINK),
+    (148, "an error of an NVLink", Severity::Warn, LINK),
     (149, "an error of an NVLink", Severity::Warn, LINK),
     (150, "an error of an NVLink", Severity::Warn, LINK),
     (
+        151,
+        "keys of confidential computing could not be changed",
+        Severity::Fail,
+        RESTART,
+    ),
+    (
         155,
         "an NVLink was taken down by software",
-        Severity::Note,
-        LINK,
+        Severity::Fail,
+        RESET,
+    ),
+    (
+        156,
+        "a part of the device was retired",
+        Severity::Fail,
+        RESET,
+    ),
+    (
+        157,
+        "a part of the device could not be retired",
+        Severity::Warn,
+        DIAGNOSE,
     ),
     (158, "a fatal time-out of the device", Severity::Fail, RESET),
+    (
+        160,
+        "a channel of the memory was retired",
+        Severity::Warn,
+        WATCH,
+    ),
+    (
+        161,
+        "a channel of the memory could not be retired",
+        Severity::Warn,
+        DIAGNOSE,
+    ),
+    (
+        167,
+        "a fatal time-out of PCI Express",
+        Severity::Fail,
+        RESTART,
+    ),
+    (
+        168,
+        "the device has less memory than it should",
+        Severity::Warn,
+        DIAGNOSE,
+    ),
+    (
+        169,
+        "a halt of the security controller",
+        Severity::Fail,
+        RESET,
+    ),
+    (
+        171,
+        "the uncorrected memory error was one of DRAM",
+        Severity::Fail,
+        DIAGNOSE,
+    ),
+    (
+        172,
+        "the uncorrected memory error was one of SRAM",
+        Severity::Fail,
+        DIAGNOSE,
+    ),
 ];
 
 /// The fault in which the driver says what would recover the device.
