@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
-use std::path::PathBuf;
-use std::process::{ExitCode, ExitStatus, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -91,6 +91,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             command = command.set(key, address);
         }
     }
+    if let Some(code) = preflight(&build::preflight(&workspace, profile)?, &command)? {
+        return Ok(code);
+    }
     let config = match effective_config(&command)? {
         Ok(config) => config,
         // The server has named every fault itself.
@@ -138,6 +141,30 @@ fn check_free(address: Option<SocketAddr>, flag: &str) -> anyhow::Result<()> {
             bail!("cannot listen on {address}: {error}; choose another address with {flag}")
         }
     }
+}
+
+/// Runs the checks of `outrider-preflight` that take no time, with what the server will be started with; the exit code when it will not run.
+fn preflight(program: &Path, server: &ServerCommand) -> anyhow::Result<Option<ExitCode>> {
+    let server = server.command();
+    let settings = server
+        .get_envs()
+        .filter_map(|(name, value)| Some((name, value?)));
+    let output = Command::new(program)
+        .args(server.get_args())
+        .envs(settings)
+        .arg("--quick")
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot run {}", program.display()))?;
+    let report = String::from_utf8_lossy(&output.stdout);
+    if output.status.success() {
+        // What it found is told at length by `cargo xtask preflight`; here it is only in the way of the server's own log.
+        let summary = report.lines().last().unwrap_or_default();
+        eprintln!("preflight: {summary}");
+        return Ok(None);
+    }
+    eprint!("{report}");
+    Ok(Some(exit_code(output.status)))
 }
 
 /// The configuration as the server reads it, or how it refused it.
