@@ -13,11 +13,7 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-<<<<<<< HEAD
 use crate::{config, small_file};
-=======
-use crate::{config, small_file};
->>>>>>> bd86bba (Make the cheap checks of a start before anything slow, each in one place that preflight can use)
 
 /// Why certificate and key can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -93,11 +89,7 @@ impl Identity {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-<<<<<<< HEAD
     small_file::read(path).map_err(|source| TlsError::Unreadable {
-=======
-    small_file::read(path).map_err(|source| TlsError::Unreadable {
->>>>>>> bd86bba (Make the cheap checks of a start before anything slow, each in one place that preflight can use)
         path: path.to_owned(),
         source,
     })

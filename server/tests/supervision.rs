@@ -62,6 +62,7 @@ fn main() -> ExitCode {
         a_log_that_hangs_does_not_keep_a_stalled_process_alive,
         a_reload_renews_keys_and_says_so,
         a_reload_with_a_fault_or_a_fixed_key_changes_nothing,
+        a_reload_that_hangs_keeps_nobody_from_stopping_the_server,
         a_reload_reaches_the_engine,
         a_reload_shows_a_renewed_certificate_and_keeps_the_old_one_when_it_is_damaged,
         a_reload_moves_the_switch_of_drafting_only_when_its_value_changed,
@@ -458,6 +459,21 @@ fn a_reload_with_a_fault_or_a_fixed_key_changes_nothing() {
     ] {
         assert!(log.contains(part), "{part} is missing in {log}");
     }
+}
+
+fn a_reload_that_hangs_keeps_nobody_from_stopping_the_server() {
+    let served = Served::ready("");
+    let config = served.dir.path().join("server.yaml");
+    std::fs::remove_file(&config).unwrap();
+    let made = Command::new("mkfifo").arg(&config).status().unwrap();
+    assert!(made.success());
+    served.signal(Signal::SIGHUP);
+    // It is opened once the server reads it, and then there is nothing to read.
+    let writer = std::fs::OpenOptions::new().write(true).open(&config);
+    let (code, log) = served.stop();
+    assert_eq!(code, Some(0), "{log}");
+    assert!(log.contains("stopped"), "{log}");
+    drop(writer.unwrap());
 }
 
 fn a_reload_reaches_the_engine() {
