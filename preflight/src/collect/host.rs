@@ -179,7 +179,7 @@ fn unescaped(field: &str) -> String {
         match code {
             Some(code) => {
                 bytes.push(code);
-                bytes.extend_from_slice(part[3..].as_bytes());
+                bytes.extend_from_slice(&part.as_bytes()[3..]);
             }
             None => {
                 bytes.push(b'\\');

@@ -260,7 +260,7 @@ fn a_write_that_hangs_is_a_fault_and_holds_up_nobody() {
     let mut reader = std::fs::File::open(&path).unwrap();
     let ended = std::thread::spawn(move || log.end());
     let mut read = vec![0; 1 << 20];
-    std::io::Read::read_exact(&mut reader, &mut read).unwrap();
+    io::Read::read_exact(&mut reader, &mut read).unwrap();
     // What is left of the line fits into the pipe.
     ended.join().unwrap();
 }
