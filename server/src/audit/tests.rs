@@ -250,14 +250,16 @@ fn a_write_that_hangs_is_a_fault_and_holds_up_nobody() {
     let made = std::process::Command::new("mkfifo").arg(&path).status();
     assert!(made.unwrap().success());
     let log = AuditLog::open(&config(&path)).unwrap();
-    // More than a pipe that nobody reads can hold.
+    let mut reader = std::fs::File::open(&path).unwrap();
+    // More than a pipe can hold.
     log.write(long_record("long", 1 << 20));
+    let mut first = [0];
+    io::Read::read_exact(&mut reader, &mut first).unwrap();
     let error = log.reopen().unwrap_err().to_string();
     assert!(error.contains("a line is still being written"), "{error}");
     let fault = log.fault().unwrap();
     assert!(fault.contains("has not been written for"), "{fault}");
 
-    let mut reader = std::fs::File::open(&path).unwrap();
     let ended = std::thread::spawn(move || log.end());
     let mut read = vec![0; 1 << 20];
     io::Read::read_exact(&mut reader, &mut read).unwrap();
