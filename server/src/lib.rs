@@ -21,6 +21,7 @@ pub mod metrics;
 pub mod model;
 pub mod noise;
 pub mod ops;
+pub mod refusals;
 pub mod reload;
 pub mod service;
 pub mod small_file;

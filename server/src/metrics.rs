@@ -62,6 +62,7 @@ const COMPLETIONS_CANCELLED: &str = "outrider_completions_cancelled_total";
 const AUDIT_LINES: &str = "outrider_audit_lines_total";
 const AUDIT_LINES_LOST: &str = "outrider_audit_lines_lost_total";
 const AUDIT_ERRORS: &str = "outrider_audit_errors_total";
+const AUDIT_WRITING: &str = "outrider_audit_writing";
 const READY: &str = "outrider_ready";
 const LATCH_SECONDS: &str = "outrider_startup_latch_seconds";
 const HEARTBEAT_AGE: &str = "outrider_engine_heartbeat_age_seconds";
@@ -125,6 +126,12 @@ pub const METRICS: &[Metric] = &[
         kind: Kind::Counter,
         labels: &[],
         help: "Failed attempts to write a line of the audit log; it is tried again until it succeeds",
+    },
+    Metric {
+        name: AUDIT_WRITING,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "1 while lines of the audit log can be written, 0 while they can't or take too long; absent without one",
     },
     Metric {
         name: CONFIG_RELOADS,
@@ -434,6 +441,8 @@ pub fn audit_error() {
 pub struct Snapshot<'a> {
     /// Whether the server is ready.
     pub ready: bool,
+    /// Whether lines of the audit log can be written, where there is one.
+    pub audit_writing: Option<bool>,
     /// Requests in flight.
     pub in_flight: usize,
     /// Memory that the process has in RAM, where the machine says so.
@@ -484,6 +493,9 @@ pub struct DraftInfo<'a> {
 pub fn snapshot(snapshot: &Snapshot<'_>) {
     metrics::gauge!(READY).set(if snapshot.ready { 1.0 } else { 0.0 });
     metrics::gauge!(HTTP_IN_FLIGHT).set(snapshot.in_flight as f64);
+    if let Some(writing) = snapshot.audit_writing {
+        metrics::gauge!(AUDIT_WRITING).set(if writing { 1.0 } else { 0.0 });
+    }
     if let Some(bytes) = snapshot.resident_memory_bytes {
         metrics::gauge!(RESIDENT_MEMORY).set(bytes as f64);
     }

@@ -7,9 +7,10 @@
 
 use std::io;
 use std::net::TcpListener;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use sd_notify::NotifyState;
@@ -26,6 +27,9 @@ use crate::loader;
 use crate::logging::LogControl;
 use crate::systemd;
 use crate::tls::Certificate;
+
+/// A reload that takes longer is told of while it lasts: some file does not answer.
+const SLOW: Duration = Duration::from_secs(10);
 
 /// How the last reload went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +62,11 @@ pub enum ReloadError {
     /// Keys have changed that can't change while the server runs.
     #[error("{} cannot change while the server runs; restart it, or set {} back", .0.join(", "), if .0.len() == 1 { "it" } else { "them" })]
     Fixed(Vec<&'static str>),
+    /// It would let callers in without the keys that they need now.
+    #[error(
+        "{0} is no longer set, so that everyone who reaches the listener could use it; set it again, or serving.auth.allow_unauthenticated as well"
+    )]
+    Opens(&'static str),
     /// A file that it names can't be used.
     #[error(transparent)]
     File(#[from] FileError),
@@ -70,8 +79,8 @@ pub struct Reloader {
     state: web::Data<State>,
     certificate: Option<Arc<Certificate>>,
     log: Option<LogControl>,
-    /// The socket whose connections have the write timeout.
-    listener: TcpListener,
+    /// The socket whose connections have the write timeout. A reload that hangs must not keep it open when the server stops listening.
+    listener: Weak<TcpListener>,
 }
 
 impl Reloader {
@@ -82,7 +91,7 @@ impl Reloader {
         state: web::Data<State>,
         certificate: Option<Arc<Certificate>>,
         log: Option<LogControl>,
-        listener: TcpListener,
+        listener: Weak<TcpListener>,
     ) -> Self {
         Self {
             sources,
@@ -102,19 +111,39 @@ impl Reloader {
     pub fn start(self) -> io::Result<Reloads> {
         let (ask, asked) = channel();
         let config = Arc::clone(&self.config);
+        let progress = Arc::new(Mutex::new(Progress::default()));
+        let reloads = Reloads {
+            ask,
+            config,
+            progress: Arc::clone(&progress),
+        };
         thread::Builder::new()
             .name("reload".to_owned())
-            .spawn(move || self.run(&asked))?;
-        Ok(Reloads { ask, config })
+            .spawn(move || self.run(&asked, &progress))?;
+        Ok(reloads)
     }
 
-    fn run(self, asked: &Receiver<()>) {
+    fn run(self, asked: &Receiver<()>, progress: &Mutex<Progress>) {
         while asked.recv().is_ok() {
             // Whoever asked since the last one began asks for the same.
             while asked.try_recv().is_ok() {}
-            systemd::notify_reloading();
+            {
+                let mut progress = lock(progress);
+                if progress.is_stopping {
+                    return;
+                }
+                systemd::notify_reloading();
+                progress.began = Some(Instant::now());
+            }
             self.reload();
-            systemd::notify(&[NotifyState::Ready]);
+            let mut progress = lock(progress);
+            *progress = Progress {
+                is_stopping: progress.is_stopping,
+                ..Progress::default()
+            };
+            if !progress.is_stopping {
+                systemd::notify(&[NotifyState::Ready]);
+            }
         }
     }
 
@@ -145,6 +174,23 @@ impl Reloader {
         if !fixed.is_empty() {
             return Err(ReloadError::Fixed(fixed));
         }
+        let (was, is) = (&old.auth, &config.auth);
+        for (key, was, is) in [
+            (
+                "serving.auth.api_keys_path",
+                &was.api_keys_path,
+                &is.api_keys_path,
+            ),
+            (
+                "serving.auth.admin_tokens_path",
+                &was.admin_tokens_path,
+                &is.admin_tokens_path,
+            ),
+        ] {
+            if was.is_some() && is.is_none() && !config.auth.allow_unauthenticated {
+                return Err(ReloadError::Opens(key));
+            }
+        }
         let Files { settings, identity } = Files::read(&config)?;
 
         // From here on nothing can be refused.
@@ -161,7 +207,9 @@ impl Reloader {
         if let Some(Err(error)) = self.state.audit().map(AuditLog::reopen) {
             tracing::error!(%error, "the audit log goes on in the file that is open");
         }
-        if let Err(error) = listen::set_write_timeout(&self.listener, config.http.write_timeout) {
+        if let Some(listener) = self.listener.upgrade()
+            && let Err(error) = listen::set_write_timeout(&listener, config.http.write_timeout)
+        {
             tracing::error!(%error, "the write timeout stays as it was");
         }
         if let Some(backend) = self.state.backend() {
@@ -176,9 +224,25 @@ impl Reloader {
 }
 
 /// The running reloads.
+#[derive(Clone)]
 pub struct Reloads {
     ask: Sender<()>,
     config: Arc<ArcSwap<Config>>,
+    progress: Arc<Mutex<Progress>>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// When the reload that runs began.
+    began: Option<Instant>,
+    /// Whether it was told that it takes long.
+    is_told: bool,
+    /// Whether the server stops; systemd must not hear of readiness any more.
+    is_stopping: bool,
+}
+
+fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
+    progress.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Reloads {
@@ -192,6 +256,26 @@ impl Reloads {
         if self.ask.send(()).is_err() {
             tracing::error!("the thread that reads the configuration again has ended");
         }
+    }
+
+    /// Logs a reload that takes long, once.
+    pub fn tell_if_slow(&self) {
+        let mut progress = lock(&self.progress);
+        if let Some(seconds) = progress.began.map(|began| began.elapsed())
+            && seconds > SLOW
+            && !progress.is_told
+        {
+            progress.is_told = true;
+            tracing::error!(
+                seconds = seconds.as_secs(),
+                "the configuration is still being read again: one of its files, or a log, does not answer"
+            );
+        }
+    }
+
+    /// From here on no reload begins, and systemd is told of none.
+    pub fn stop(&self) {
+        lock(&self.progress).is_stopping = true;
     }
 }
 

@@ -27,8 +27,8 @@ use crate::lifecycle::{Drain, Startup};
 use crate::reload::{Reloader, Reloads};
 use crate::{metrics, systemd, watch};
 
-/// How often histograms are compacted when nobody scrapes them.
-const METRICS_UPKEEP: Duration = Duration::from_secs(5);
+/// How often histograms are compacted when nobody scrapes them, refused requests are told in the logs, and a reload that hangs is looked for.
+const UPKEEP: Duration = Duration::from_secs(5);
 
 /// How long answers that are cut off may take to say so.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -99,15 +99,16 @@ pub async fn run(
     let drain = Arc::new(Drain::default());
     let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
     let state = web::Data::new(state);
-    let reloader = Reloader::new(
+    let timed_listener = Arc::new(listener.try_clone()?);
+    let reloads = Reloader::new(
         sources,
         config.clone(),
         state.clone(),
         connections.certificate.clone(),
         log,
-        listener.try_clone()?,
-    );
-    let reloads = reloader.start()?;
+        Arc::downgrade(&timed_listener),
+    )
+    .start()?;
 
     let server = http::serve(state.clone(), listener, &connections)?;
     let (admin, socket_file) =
@@ -115,10 +116,15 @@ pub async fn run(
     let handles = [server.handle(), admin.handle()];
     rt::spawn(server);
     rt::spawn(admin);
-    rt::spawn(async move {
-        loop {
-            sleep(METRICS_UPKEEP).await;
-            prometheus.run_upkeep();
+    let upkeep = rt::spawn({
+        let (state, reloads) = (state.clone(), reloads.clone());
+        async move {
+            loop {
+                sleep(UPKEEP).await;
+                prometheus.run_upkeep();
+                state.refusals().tell(state.audit());
+                reloads.tell_if_slow();
+            }
         }
     });
 
@@ -143,6 +149,7 @@ pub async fn run(
     let ending = match serve(&mut happenings, &reloads, &state).await {
         Either::Left(name) => {
             tracing::info!(signal = name, in_flight = drain.in_flight(), "stopping");
+            reloads.stop();
             systemd::notify(&[NotifyState::Stopping, NotifyState::Status("stopping")]);
             drain.begin();
             let grace = reloads.config().shutdown_grace;
@@ -164,12 +171,14 @@ pub async fn run(
         }
     };
     // From here on the engine may well stand still, and nobody is to wait in the queue of a socket.
-    drop((watch, reloads));
+    upkeep.abort();
+    drop((watch, reloads, timed_listener));
     stop_listening(&handles).await;
     drop(socket_file);
+    // Connections that were closed just now still have their lines to write.
+    let _ = timeout(LAST_WORDS, drain.idle()).await;
+    state.refusals().tell(state.audit());
     if let Some(audit) = state.audit() {
-        // Connections that were closed just now still have their lines to write.
-        let _ = timeout(LAST_WORDS, drain.idle()).await;
         audit.end();
     }
     if ending == Ending::Stopped
@@ -194,7 +203,7 @@ pub async fn run(
     Ok(ending)
 }
 
-/// Reloads as often as asked; returns the signal that stops the server, or how the loader ended.
+/// Has the configuration read again when asked; returns the signal that stops the server, or how the loader ended.
 async fn serve(
     happenings: &mut UnboundedReceiver<Happening>,
     reloads: &Reloads,

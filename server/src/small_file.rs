@@ -1,22 +1,35 @@
 //! Reads files that are small when they are what they should be: configurations, keys, certificates.
+//!
+//! Only regular files are read: a pipe or a device may never answer.
 
-use std::fs::File;
+use std::fs::{FileType, OpenOptions};
 use std::io::{self, Read as _};
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-/// Largest file that is read; one that never ends, such as a device, must not take the memory of the machine.
+/// Largest file that is read; one that was named by mistake must not take the memory of the machine.
 pub const MAX_BYTES: u64 = 4 << 20;
 
 /// The bytes of a file.
 ///
 /// # Errors
 ///
-/// It can't be read, or has more than [`MAX_BYTES`].
+/// It can't be read, is not a regular file, or has more than [`MAX_BYTES`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new()
+        .read(true)
+        // Or to open a pipe waits for its writer.
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    let kind = file.metadata()?.file_type();
+    if !kind.is_file() {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("is {}, but must be a regular file", name_of(kind)),
+        ));
+    }
     let mut bytes = Vec::new();
-    File::open(path)?
-        .take(MAX_BYTES + 1)
-        .read_to_end(&mut bytes)?;
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(io::Error::new(
             io::ErrorKind::FileTooLarge,
@@ -24,6 +37,16 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
         ));
     }
     Ok(bytes)
+}
+
+fn name_of(kind: FileType) -> &'static str {
+    if kind.is_fifo() {
+        "a pipe"
+    } else if kind.is_dir() {
+        "a directory"
+    } else {
+        "a device"
+    }
 }
 
 /// The text of a file.
@@ -45,9 +68,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_never_ends_is_an_error() {
-        let error = read(Path::new("/dev/zero")).unwrap_err();
-        assert_eq!(error.to_string(), "has more than 4194304 bytes");
+    fn what_may_never_answer_or_end_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        assert!(made.unwrap().success());
+        let long = dir.path().join("long");
+        std::fs::write(&long, vec![b' '; MAX_BYTES as usize + 1]).unwrap();
+        for (path, fault) in [
+            (&*pipe, "is a pipe, but must be a regular file"),
+            (dir.path(), "is a directory, but must be a regular file"),
+            (
+                Path::new("/dev/zero"),
+                "is a device, but must be a regular file",
+            ),
+            (&*long, "has more than 4194304 bytes"),
+        ] {
+            assert_eq!(read(path).unwrap_err().to_string(), fault);
+        }
     }
 
     #[test]

@@ -62,7 +62,10 @@ fn main() -> ExitCode {
         a_log_that_hangs_does_not_keep_a_stalled_process_alive,
         a_reload_renews_keys_and_says_so,
         a_reload_with_a_fault_or_a_fixed_key_changes_nothing,
-        a_reload_that_hangs_keeps_nobody_from_stopping_the_server,
+        a_reload_that_would_let_everyone_in_is_refused,
+        a_reload_that_finds_a_pipe_is_refused,
+        a_reload_that_hangs_is_told_and_keeps_nobody_from_stopping_the_server,
+        requests_without_a_key_are_told_in_bulk,
         a_reload_reaches_the_engine,
         a_reload_shows_a_renewed_certificate_and_keeps_the_old_one_when_it_is_damaged,
         a_reload_moves_the_switch_of_drafting_only_when_its_value_changed,
@@ -70,6 +73,7 @@ fn main() -> ExitCode {
         ten_thousand_idle_connections_hold_up_nobody,
         the_admin_socket_serves_and_goes_with_the_server,
         the_unit_file_is_one_that_systemd_takes,
+        the_watchdog_of_the_unit_file_leaves_a_stall_to_the_server,
     ];
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
@@ -461,19 +465,129 @@ fn a_reload_with_a_fault_or_a_fixed_key_changes_nothing() {
     }
 }
 
-fn a_reload_that_hangs_keeps_nobody_from_stopping_the_server() {
+fn a_reload_that_would_let_everyone_in_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("keys");
+    let line = auth::line_of("alice", &auth::generate().unwrap()).unwrap();
+    std::fs::write(&file, line).unwrap();
+    let served = Served::ready(&format!("  auth: {{api_keys_path: {}}}\n", file.display()));
+    served.reload("");
+    assert_eq!(served.last_reload(), "refused");
+    assert!(served.get("/v1/models", "").starts_with("HTTP/1.1 401 "));
+    served.reload("  auth: {allow_unauthenticated: true}\n");
+    assert_eq!(served.last_reload(), "applied");
+    assert!(served.get("/v1/models", "").starts_with("HTTP/1.1 200 "));
+    let (_, log) = served.stop();
+    let part = "serving.auth.api_keys_path is no longer set";
+    assert!(log.contains(part), "{part} is missing in {log}");
+}
+
+fn a_reload_that_finds_a_pipe_is_refused() {
     let served = Served::ready("");
-    let config = served.dir.path().join("server.yaml");
-    std::fs::remove_file(&config).unwrap();
-    let made = Command::new("mkfifo").arg(&config).status().unwrap();
+    let pipe = served.dir.path().join("keys");
+    let made = Command::new("mkfifo").arg(&pipe).status().unwrap();
     assert!(made.success());
-    served.signal(Signal::SIGHUP);
-    // It is opened once the server reads it, and then there is nothing to read.
-    let writer = std::fs::OpenOptions::new().write(true).open(&config);
+    served.reload("  auth: {api_keys_path: $DIR/keys}\n");
+    assert_eq!(served.last_reload(), "refused");
     let (code, log) = served.stop();
-    assert_eq!(code, Some(0), "{log}");
-    assert!(log.contains("stopped"), "{log}");
-    drop(writer.unwrap());
+    assert_eq!(code, Some(0));
+    for part in [
+        "serving.auth.api_keys_path",
+        "is a pipe, but must be a regular file",
+    ] {
+        assert!(log.contains(part), "{part} is missing in {log}");
+    }
+}
+
+fn a_reload_that_hangs_is_told_and_keeps_nobody_from_stopping_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let [log, moved] = ["log", "log.1"].map(|name| dir.path().join(name));
+    let served = Served::ready(&format!("  logging: {{path: {}}}\n", log.display()));
+    std::fs::rename(&log, &moved).unwrap();
+    let made = Command::new("mkfifo").arg(&log).status().unwrap();
+    assert!(made.success());
+    // To open a pipe waits for a reader, and there is none.
+    served.signal(Signal::SIGHUP);
+    let logged = || std::fs::read_to_string(&moved).unwrap();
+    while !logged().contains("the configuration is still being read again") {
+        std::thread::yield_now();
+    }
+    // It has the server wait for its end.
+    let stream = open_stream(served.address);
+    served.signal(Signal::SIGTERM);
+    served.await_notice("STOPPING=1");
+    let reader = std::fs::File::open(&log).unwrap();
+    while served.last_reload() == "none" {
+        std::thread::yield_now();
+    }
+    served.signal(Signal::SIGTERM);
+    let Served {
+        mut process,
+        notices,
+        ..
+    } = served;
+    assert_eq!(process.wait().unwrap().code(), Some(0));
+    notices.set_nonblocking(true).unwrap();
+    let mut late = [0; 4096];
+    while let Ok(length) = notices.recv(&mut late) {
+        let late = String::from_utf8_lossy(&late[..length]);
+        assert!(!late.contains("READY=1"), "{late}");
+    }
+    drop((stream, reader));
+}
+
+fn requests_without_a_key_are_told_in_bulk() {
+    let dir = tempfile::tempdir().unwrap();
+    let [keys, audit] = ["keys", "audit.jsonl"].map(|name| dir.path().join(name));
+    let secret = auth::generate().unwrap();
+    let line = auth::line_of("alice", &secret).unwrap();
+    std::fs::write(&keys, line).unwrap();
+    let served = Served::ready(&format!(
+        "  auth: {{api_keys_path: {keys}, admin_tokens_path: {keys}}}\n  audit: {{path: {audit}}}\n",
+        keys = keys.display(),
+        audit = audit.display()
+    ));
+    const REFUSED: u64 = 50;
+    let post = |authorization: &str| {
+        let mut stream = TcpStream::connect(served.address).unwrap();
+        write!(
+            stream,
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: 2\r\n{authorization}\r\n{{}}"
+        )
+        .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    for _ in 0..REFUSED {
+        assert!(post("").starts_with("HTTP/1.1 401 "));
+        assert!(served.get("/metrics", "").starts_with("HTTP/1.1 401 "));
+    }
+    let known = post(&format!("authorization: Bearer {secret}\r\n"));
+    assert!(known.starts_with("HTTP/1.1 400 "), "{known}");
+    let (code, log) = served.stop();
+    assert_eq!(code, Some(0));
+    let lines: Vec<serde_json::Value> = std::fs::read_to_string(audit)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let of = |status: u64| lines.iter().filter(move |line| line["status"] == status);
+    assert_eq!(of(400).count(), 1);
+    // Few enough that a slow machine may take several intervals for them.
+    assert!(of(401).count() < REFUSED as usize / 2, "{lines:?}");
+    let told: u64 = of(401)
+        .map(|line| line["refused_requests"].as_u64().unwrap())
+        .sum();
+    assert_eq!(told, REFUSED);
+    for route in ["/v1/completions", "/metrics"] {
+        let records = log
+            .lines()
+            .filter(|line| line.contains("401") || line.contains("without a valid key"))
+            .filter(|line| line.contains(route))
+            .count();
+        assert!((1..REFUSED as usize / 2).contains(&records), "{log}");
+    }
 }
 
 fn a_reload_reaches_the_engine() {
@@ -603,6 +717,32 @@ fn the_admin_socket_serves_and_goes_with_the_server() {
     assert_eq!(process.wait().unwrap().code(), Some(0));
     assert!(!path.exists());
     drop(dir);
+}
+
+fn the_watchdog_of_the_unit_file_leaves_a_stall_to_the_server() {
+    let unit = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../configs/systemd/outrider-server.service"
+    );
+    let unit = std::fs::read_to_string(unit).unwrap();
+    let seconds: u64 = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("WatchdogSec=")?.strip_suffix('s'))
+        .unwrap()
+        .parse()
+        .unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "");
+    let sources = Sources {
+        file: Some(dir.path().join("server.yaml")),
+        ..Sources::default()
+    };
+    let runtime = Config::load(&sources).unwrap().runtime;
+    // The last answer may be half of the time older than the end of a fresh heartbeat.
+    let killed_after = runtime.heartbeat_limit + Duration::from_secs(seconds) / 2;
+    assert!(killed_after > runtime.stall_limit, "{killed_after:?}");
+    // Its failure would hide the exit codes that forbid a restart.
+    assert!(!unit.lines().any(|line| line.starts_with("ExecStartPre")));
 }
 
 fn the_unit_file_is_one_that_systemd_takes() {

@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions, rename};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// Readable and writable by the server alone: the lines may hold what callers wrote.
@@ -40,6 +40,7 @@ impl RotatingFile {
     ///
     /// The line is not in the file, or only part of it, which the next call takes back first.
     pub(super) fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        self.follow_name()?;
         self.take_back()?;
         let mut metadata = self.file.metadata()?;
         let grown = metadata.len().saturating_add(line.len() as u64);
@@ -64,6 +65,25 @@ impl RotatingFile {
         }
         self.file = file;
         self.torn_at = None;
+        Ok(())
+    }
+
+    /// Opens the file anew when its name has gone or means another one now.
+    fn follow_name(&mut self) -> io::Result<()> {
+        let named = match std::fs::metadata(&self.path) {
+            Ok(metadata) => Some((metadata.dev(), metadata.ino())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            // What can't be looked up may be written to all the same.
+            Err(_) => return Ok(()),
+        };
+        let open = self.file.metadata()?;
+        if named != Some((open.dev(), open.ino())) {
+            self.reopen()?;
+            tracing::warn!(
+                path = %self.path.display(),
+                "the file of the audit log was moved, replaced or deleted; the log goes on in a new one"
+            );
+        }
         Ok(())
     }
 
@@ -222,17 +242,33 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_moved_away_is_left_alone_after_it_is_opened_again() {
+    fn a_file_that_was_deleted_or_replaced_is_followed_by_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit.jsonl");
+        let mut file = RotatingFile::open(&path, 100, 2).unwrap();
+        file.append(b"old\n").unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.append(b"after deletion\n").unwrap();
+        assert_eq!(lines(&path), ["after deletion"]);
+        let other = dir.path().join("other");
+        std::fs::write(&other, "other\n").unwrap();
+        rename(&other, &path).unwrap();
+        file.append(b"after replacement\n").unwrap();
+        assert_eq!(lines(&path), ["other", "after replacement"]);
+    }
+
+    #[test]
+    fn a_file_that_was_moved_away_is_left_alone() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
         let moved = dir.path().join("moved");
         let mut file = RotatingFile::open(&path, 100, 2).unwrap();
         file.append(b"old\n").unwrap();
         rename(&path, &moved).unwrap();
-        file.append(b"still old\n").unwrap();
-        file.reopen().unwrap();
         file.append(b"new\n").unwrap();
-        assert_eq!(lines(&moved), ["old", "still old"]);
-        assert_eq!(lines(&path), ["new"]);
+        file.reopen().unwrap();
+        file.append(b"newer\n").unwrap();
+        assert_eq!(lines(&moved), ["old"]);
+        assert_eq!(lines(&path), ["new", "newer"]);
     }
 }

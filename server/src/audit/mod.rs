@@ -30,8 +30,8 @@ const QUEUE_BYTES: usize = 64 << 20;
 /// Between two attempts to write a line.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// A line that takes longer is a fault, although it may be written yet.
-const SLOW_WRITE: Duration = Duration::from_secs(5);
+/// Longest work on the file, a line or its opening, that is no fault.
+const SLOW_WORK: Duration = Duration::from_secs(5);
 
 /// How long whoever has the file opened again waits for it.
 const REOPEN: Duration = Duration::from_secs(5);
@@ -78,8 +78,8 @@ struct Queue {
     lost_lines: u64,
     /// Why the last line was not written.
     fault: Option<String>,
-    /// Since when the writer is busy with a line.
-    writing_since: Option<Instant>,
+    /// Since when the writer is at work on the file.
+    at_work_since: Option<Instant>,
     reopen: Reopen,
     ending: bool,
     ended: bool,
@@ -159,10 +159,12 @@ impl AuditLog {
     /// Why lines can't be written at present.
     pub fn fault(&self) -> Option<String> {
         let queue = self.0.shared.lock();
-        let busy = queue.writing_since.map(|since| since.elapsed());
+        let busy = queue.at_work_since.map(|since| since.elapsed());
         queue.fault.clone().or_else(|| {
-            busy.filter(|busy| *busy > SLOW_WRITE)
-                .map(|busy| format!("a line has not been written for {} seconds", busy.as_secs()))
+            busy.filter(|busy| *busy > SLOW_WORK).map(|busy| {
+                let seconds = busy.as_secs();
+                format!("the file has not answered for {seconds} seconds")
+            })
         })
     }
 
@@ -184,7 +186,7 @@ impl AuditLog {
             _ if queue.ended => io::Error::other("the audit log has ended"),
             waiting => {
                 queue.reopen = waiting;
-                let reason = "a line is still being written to the old file";
+                let reason = "the open file does not answer";
                 io::Error::new(io::ErrorKind::TimedOut, reason)
             }
         };
@@ -247,6 +249,14 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Works on the file, so that all can see since when.
+    fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.lock().at_work_since = Some(Instant::now());
+        let result = work();
+        self.lock().at_work_since = None;
+        result
+    }
 }
 
 /// Tells that the writer is gone, whichever way it ends.
@@ -299,7 +309,7 @@ fn next(shared: &Shared, file: &mut RotatingFile) -> Option<Entry> {
 /// Writes a line, however many attempts it takes, unless the log is to end.
 fn write(shared: &Shared, file: &mut RotatingFile, entry: &Entry) {
     let line = entry.record.line(entry.lost_lines);
-    while let Err(error) = append(shared, file, &line) {
+    while let Err(error) = shared.at_work(|| file.append(&line)) {
         metrics::audit_error();
         let reason = error.to_string();
         let mut queue = shared.lock();
@@ -335,15 +345,8 @@ fn write(shared: &Shared, file: &mut RotatingFile, entry: &Entry) {
     }
 }
 
-fn append(shared: &Shared, file: &mut RotatingFile, line: &[u8]) -> io::Result<()> {
-    shared.lock().writing_since = Some(Instant::now());
-    let result = file.append(line);
-    shared.lock().writing_since = None;
-    result
-}
-
 fn reopen(shared: &Shared, file: &mut RotatingFile) {
-    let result = file.reopen();
+    let result = shared.at_work(|| file.reopen());
     shared.lock().reopen = Reopen::Done(result);
     shared.done.notify_all();
 }

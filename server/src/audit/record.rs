@@ -18,6 +18,9 @@ pub struct Record {
     pub time: Timestamp,
     /// Identifier of the request, as in the answer's header and the log.
     pub request_id: String,
+    /// Requests without a valid key that this line stands for, of which it tells the last; absent for any other.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refused_requests: Option<u64>,
     /// Name of the caller: that of its key, or its address where no keys are asked for.
     pub caller: String,
     /// Path that was called.

@@ -21,6 +21,7 @@ fn record(request_id: &str) -> Record {
     Record {
         time: "2026-11-29T22:15:03.25Z".parse().unwrap(),
         request_id: request_id.to_owned(),
+        refused_requests: None,
         caller: "alice".to_owned(),
         endpoint: "/v1/completions".to_owned(),
         server_version: "0.0.0",
@@ -228,6 +229,7 @@ fn every_field_of_a_line_is_documented_and_no_other_is() {
     for body in [&b"text"[..], b"\xff"] {
         let line = Record {
             texts: Some(texts(body)),
+            refused_requests: Some(1),
             ..record("any")
         }
         .line(1);
@@ -256,9 +258,9 @@ fn a_write_that_hangs_is_a_fault_and_holds_up_nobody() {
     let mut first = [0];
     io::Read::read_exact(&mut reader, &mut first).unwrap();
     let error = log.reopen().unwrap_err().to_string();
-    assert!(error.contains("a line is still being written"), "{error}");
+    assert!(error.contains("the open file does not answer"), "{error}");
     let fault = log.fault().unwrap();
-    assert!(fault.contains("has not been written for"), "{fault}");
+    assert!(fault.contains("has not answered for"), "{fault}");
 
     let ended = std::thread::spawn(move || log.end());
     let mut read = vec![0; 1 << 20];

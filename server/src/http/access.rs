@@ -25,12 +25,14 @@ use super::State;
 use super::backend::Backend;
 use super::caller::Caller;
 use super::choices::{Plan, Prompt};
+use super::code::Code;
 use super::error::ApiError;
 use super::facts::{Facts, is_generation};
 use super::params::Generation;
 use super::shape::UsageBody;
 use crate::audit;
 use crate::engine::{Event, Sampling};
+use crate::refusals::Refusal;
 use crate::{metrics, telemetry};
 
 /// Header that carries the identifier of a request, in and out.
@@ -163,14 +165,14 @@ impl Record {
         }
     }
 
-    fn audit(&mut self, status: u16, seconds: f64) {
-        let (Some(log), Some(facts)) = (self.state.audit(), self.facts.take()) else {
-            return;
-        };
+    /// The line of the audit log, where there is to be one.
+    fn line(&mut self, status: u16, seconds: f64) -> Option<audit::Record> {
+        let facts = self.facts.take()?;
         let card = self.state.backend().map(|backend| backend.card());
         let mut record = audit::Record {
             time: self.time,
             request_id: self.request_id.clone(),
+            refused_requests: None,
             caller: self.caller.0.to_string(),
             endpoint: self.route.clone(),
             server_version: env!("CARGO_PKG_VERSION"),
@@ -190,18 +192,10 @@ impl Record {
             texts: None,
         };
         facts.fill(&mut record);
-        log.write(record);
+        Some(record)
     }
-}
 
-impl Drop for Record {
-    fn drop(&mut self) {
-        let status = match self.status {
-            Some(status) if self.complete => status,
-            _ => CLIENT_GONE,
-        };
-        let seconds = self.began.elapsed().as_secs_f64();
-        metrics::http_request(self.method, &self.route, status, self.code, seconds);
+    fn log(&self, status: u16, seconds: f64) {
         tracing::info!(
             parent: &self.span,
             method = self.method,
@@ -214,8 +208,32 @@ impl Drop for Record {
             seconds,
             "request"
         );
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let status = match self.status {
+            Some(status) if self.complete => status,
+            _ => CLIENT_GONE,
+        };
+        let seconds = self.began.elapsed().as_secs_f64();
+        metrics::http_request(self.method, &self.route, status, self.code, seconds);
+        let line = self.line(status, seconds);
+        if self.code == Some(Code::InvalidApiKey.as_str()) {
+            self.state.refusals().add(Refusal {
+                address: self.caller.0.to_string(),
+                route: self.route.clone(),
+                request_id: Some(self.request_id.clone()),
+                line,
+            });
+        } else {
+            self.log(status, seconds);
+            if let (Some(log), Some(line)) = (self.state.audit(), line) {
+                log.write(line);
+            }
+        }
         self.close_span(status);
-        self.audit(status, seconds);
         // Last: who waits for the drain may end the logs next.
         self.state.drain().leave();
     }

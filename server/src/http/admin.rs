@@ -211,6 +211,7 @@ async fn scrape(
     let backend = state.backend.get();
     metrics::snapshot(&Snapshot {
         ready: state.is_ready(),
+        audit_writing: state.audit().map(|log| log.fault().is_none()),
         in_flight: state.drain.in_flight(),
         resident_memory_bytes: machine::resident_memory_bytes().ok(),
         latches: Latch::ALL

@@ -14,6 +14,7 @@ use super::caller::Caller;
 use super::error::ApiError;
 use super::{Settings, State};
 use crate::auth::KeyRing;
+use crate::refusals::Refusal;
 
 /// Lets a request of the OpenAI-compatible interface pass when it has a key, or when none is asked for.
 pub async fn callers(
@@ -43,7 +44,17 @@ pub async fn operators(
             Ok(name) => {
                 request.extensions_mut().insert(Caller(name));
             }
-            Err(error) => return Ok(request.error_response(error)),
+            Err(error) => {
+                if let Some(state) = request.app_data::<web::Data<State>>() {
+                    state.refusals().add(Refusal {
+                        address: Caller::of(request.request()).0.to_string(),
+                        route: request.match_pattern().unwrap_or_default(),
+                        request_id: None,
+                        line: None,
+                    });
+                }
+                return Ok(request.error_response(error));
+            }
         }
     }
     Ok(next.call(request).await?.map_into_boxed_body())

@@ -47,6 +47,7 @@ use crate::launch::FileError;
 use crate::lifecycle::{Drain, Startup};
 use crate::listen;
 use crate::metrics;
+use crate::refusals::Refusals;
 use crate::reload::Outcome;
 use crate::tls::Certificate;
 use backend::Backend;
@@ -73,6 +74,7 @@ pub struct State {
     /// Held while a large body is parsed and tokenised, see [`generate`].
     large_body: Arc<Semaphore>,
     audit: Option<AuditLog>,
+    refusals: Refusals,
     last_reload: ArcSwapOption<Outcome>,
 }
 
@@ -187,6 +189,7 @@ impl State {
             backend: OnceLock::new(),
             large_body: Arc::new(Semaphore::new(1)),
             audit: None,
+            refusals: Refusals::default(),
             last_reload: ArcSwapOption::empty(),
         }
     }
@@ -199,6 +202,11 @@ impl State {
     /// The audit log.
     pub fn audit(&self) -> Option<&AuditLog> {
         self.audit.as_ref()
+    }
+
+    /// Requests without a valid key that are still to be told in the logs.
+    pub fn refusals(&self) -> &Refusals {
+        &self.refusals
     }
 
     /// Puts the loaded model in place; requests reach it once every start-up latch has passed.

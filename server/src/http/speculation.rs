@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::State;
 use super::backend::Backend;
 use super::body;
+use super::caller::Caller;
 use super::error::ApiError;
 use super::fields::{Fields, Rule};
 use crate::engine::{Drafting, SpeculationError};
@@ -91,11 +92,12 @@ pub async fn put(
     let peer = request
         .peer_addr()
         .map(|address: SocketAddr| address.to_string());
+    let operator = &*Caller::of(&request).0;
     let was = backend.speculation();
     match backend.set_speculation(enabled) {
-        Ok(()) => tracing::info!(peer, enabled, was, "drafting switched"),
+        Ok(()) => tracing::info!(operator, peer, enabled, was, "drafting switched"),
         Err(error) => {
-            tracing::warn!(peer, enabled, %error, "drafting not switched");
+            tracing::warn!(operator, peer, enabled, %error, "drafting not switched");
             return Err(match error {
                 SpeculationError::NotReady => loading(),
                 SpeculationError::Unavailable(reason) => ApiError::draft_unavailable(&reason),
