@@ -1,0 +1,5 @@
+//! x
+/// x
+#[derive(Debug, thiserror::Error)]
+#[error("x")]
+pub struct RegistryError;
