@@ -34,7 +34,10 @@ pub fn copy(
     let image = source.image(Some(&oci.digest))?;
     let found = image.config.architecture().to_string();
     if found != architecture.name() {
-        let problem = format!("is for {found}, the definition is for {}", architecture.name());
+        let problem = format!(
+            "is for {found}, the definition is for {}",
+            architecture.name()
+        );
         return Err(Error::entry(&oci.digest, problem));
     }
     let diff_ids = image.config.rootfs().diff_ids();

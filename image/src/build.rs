@@ -94,7 +94,10 @@ pub fn build(options: &Options<'_>) -> Result<Built, Error> {
     epoch_s(Some(&options.epoch_s.to_string()))?;
     lock.check_covers(definition)?;
     if options.weights_only && definition.bundle.is_none() {
-        return Err(Error::entry("bundle", "is missing, an image of weights needs one"));
+        return Err(Error::entry(
+            "bundle",
+            "is missing, an image of weights needs one",
+        ));
     }
     let mut image = Assembly {
         options,
@@ -128,14 +131,22 @@ impl Assembly<'_> {
         let definition = self.options.definition;
         match &definition.base {
             Base::Debian(debian) => {
-                let scratch = tempfile::tempdir().map_err(|source| Error::write(std::env::temp_dir(), source))?;
+                let scratch = tempfile::tempdir()
+                    .map_err(|source| Error::write(std::env::temp_dir(), source))?;
                 let packages = &self.options.lock.packages;
-                let tree = debian::unpack(debian, packages, self.options.packages_dir, scratch.path())?;
+                let tree =
+                    debian::unpack(debian, packages, self.options.packages_dir, scratch.path())?;
                 self.add_split("base", &tree)
             }
             Base::Oci(oci) => {
-                let layers = base::copy(oci, self.options.root, definition.architecture, &mut self.layout)?;
-                self.names.extend(vec!["base".to_owned(); layers.descriptors.len()]);
+                let layers = base::copy(
+                    oci,
+                    self.options.root,
+                    definition.architecture,
+                    &mut self.layout,
+                )?;
+                self.names
+                    .extend(vec!["base".to_owned(); layers.descriptors.len()]);
                 self.layers = layers;
                 Ok(())
             }
@@ -146,7 +157,11 @@ impl Assembly<'_> {
     fn files(&self, files: &Files) -> Result<Tree, Error> {
         let mut tree = Tree::default();
         for rule in &files.files {
-            let mode = if rule.executable { Mode::Executable } else { Mode::Plain };
+            let mode = if rule.executable {
+                Mode::Executable
+            } else {
+                Mode::Plain
+            };
             let content = match (&rule.from, &rule.text) {
                 (Some(from), _) => {
                     let expected = self.options.lock.file(&rule.to);
@@ -211,14 +226,20 @@ impl Assembly<'_> {
         let mut tree = Tree::default();
         tree.insert(path, node)?;
         self.check_size(path, &tree)?;
-        let (mut descriptor, written) = self.layout.layer(&tree, Compression::None, self.options.epoch_s)?;
+        let (mut descriptor, written) =
+            self.layout
+                .layer(&tree, Compression::None, self.options.epoch_s)?;
         let annotations = [
             (FILE_ANNOTATION, path.to_owned()),
             (FILE_SHA256_ANNOTATION, written.files[path].sha256.clone()),
         ];
         let annotations = annotations.map(|(name, value)| (name.to_owned(), value));
         descriptor.set_annotations(Some(HashMap::from(annotations)));
-        self.push(&format!("weights {path}"), descriptor, &written.archive.sha256);
+        self.push(
+            &format!("weights {path}"),
+            descriptor,
+            &written.archive.sha256,
+        );
         Ok(())
     }
 
@@ -247,7 +268,9 @@ impl Assembly<'_> {
             return Ok(());
         }
         let Options {
-            compression, epoch_s, ..
+            compression,
+            epoch_s,
+            ..
         } = self.options;
         let (descriptor, written) = self.layout.layer(tree, *compression, *epoch_s)?;
         self.push(name, descriptor, &written.archive.sha256);
@@ -268,7 +291,9 @@ impl Assembly<'_> {
 
     fn push(&mut self, name: &str, descriptor: Descriptor, archive_sha256: &str) {
         self.layers.history.push(self.history(name));
-        self.layers.diff_ids.push(format!("sha256:{archive_sha256}"));
+        self.layers
+            .diff_ids
+            .push(format!("sha256:{archive_sha256}"));
         self.layers.descriptors.push(descriptor);
         self.names.push(name.to_owned());
     }
@@ -283,7 +308,9 @@ impl Assembly<'_> {
 
     fn finish(mut self) -> Result<Built, Error> {
         let Options {
-            definition, epoch_s, ..
+            definition,
+            epoch_s,
+            ..
         } = self.options;
         let created = created(*epoch_s);
         let architecture = Arch::from(definition.architecture.name());
@@ -322,7 +349,11 @@ impl Assembly<'_> {
         Ok(Built {
             layout: self.layout.finish()?,
             manifest: descriptor,
-            layers: self.names.into_iter().zip(self.layers.descriptors).collect(),
+            layers: self
+                .names
+                .into_iter()
+                .zip(self.layers.descriptors)
+                .collect(),
         })
     }
 
@@ -340,10 +371,20 @@ impl Assembly<'_> {
         let mut config = ConfigBuilder::default();
         if !self.options.weights_only {
             if let Some(health) = &rules.health {
-                labels.insert("outrider.health.live".to_owned(), format!("{}{}", health.port, health.live));
-                labels.insert("outrider.health.ready".to_owned(), format!("{}{}", health.port, health.ready));
+                labels.insert(
+                    "outrider.health.live".to_owned(),
+                    format!("{}{}", health.port, health.live),
+                );
+                labels.insert(
+                    "outrider.health.ready".to_owned(),
+                    format!("{}{}", health.port, health.ready),
+                );
             }
-            let env: Vec<String> = rules.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            let env: Vec<String> = rules
+                .env
+                .iter()
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect();
             config = config
                 .user(rules.user.clone())
                 .entrypoint(rules.entrypoint.clone())
@@ -362,7 +403,9 @@ impl Assembly<'_> {
 
 /// A time as OCI writes it (RFC 3339, UTC).
 fn created(epoch_s: u64) -> String {
-    let time = i64::try_from(epoch_s).ok().and_then(|it| jiff::Timestamp::from_second(it).ok());
+    let time = i64::try_from(epoch_s)
+        .ok()
+        .and_then(|it| jiff::Timestamp::from_second(it).ok());
     time.expect("build refuses later times").to_string()
 }
 
@@ -376,7 +419,10 @@ mod tests {
         assert_eq!(epoch_s(Some("1700000000")).unwrap(), 1_700_000_000);
         for text in ["", "-1", "now", "253402207201"] {
             let message = epoch_s(Some(text)).unwrap_err().to_string();
-            assert!(message.contains("SOURCE_DATE_EPOCH") && message.contains(text), "{message}");
+            assert!(
+                message.contains("SOURCE_DATE_EPOCH") && message.contains(text),
+                "{message}"
+            );
         }
         assert_eq!(created(0), "1970-01-01T00:00:00Z");
         assert_eq!(created(LATEST_S), "9999-12-30T22:00:00Z");

@@ -63,7 +63,10 @@ pub fn fetch(packages: &[Package], packages_dir: &Path) -> Result<(), Error> {
         }
         let aside = tempfile::tempdir_in(packages_dir)
             .map_err(|source| Error::write(packages_dir, source))?;
-        let wanted = format!("{}:{}={}", package.name, package.architecture, package.version);
+        let wanted = format!(
+            "{}:{}={}",
+            package.name, package.architecture, package.version
+        );
         let wanted = wanted.replace(":all=", "=");
         run(Command::new("apt-get")
             .args(["-o", "APT::Sandbox::User=root", "download", &wanted])
@@ -87,9 +90,11 @@ pub fn fetch(packages: &[Package], packages_dir: &Path) -> Result<(), Error> {
 pub fn look_up(names: &[String], architecture: Architecture) -> Result<Vec<Package>, Error> {
     let query = |name: &String| {
         let wanted = format!("{name}:{}", architecture.name());
-        let text = run(Command::new("apt-cache")
-            .env("LC_ALL", "C")
-            .args(["show", "--no-all-versions", &wanted]))?;
+        let text = run(Command::new("apt-cache").env("LC_ALL", "C").args([
+            "show",
+            "--no-all-versions",
+            &wanted,
+        ]))?;
         parse_record(&text).ok_or_else(|| Error::Command {
             command: format!("apt-cache show --no-all-versions {wanted}"),
             problem: "has no Package, Version, Architecture, Size and SHA256".to_owned(),
@@ -183,7 +188,11 @@ fn unpack_archive(data: impl Read, scratch: &Path) -> Result<Tree, Error> {
                     file.flush()
                 });
                 copied.map_err(|source| Error::write(&content, source))?;
-                let mode = if mode & 0o111 == 0 { Mode::Plain } else { Mode::Executable };
+                let mode = if mode & 0o111 == 0 {
+                    Mode::Plain
+                } else {
+                    Mode::Executable
+                };
                 Node::File(Content::Path(content, None), mode)
             }
             (tar::EntryType::Symlink, Some(target)) => Node::Link(target),
@@ -191,11 +200,17 @@ fn unpack_archive(data: impl Read, scratch: &Path) -> Result<Tree, Error> {
                 let target = text(target.as_bytes())?.unwrap_or_default();
                 match tree.get(target) {
                     Some(node @ Node::File(..)) => node.clone(),
-                    _ => return Err(Error::entry(path, format!("is a hard link to {target}, which isn't there"))),
+                    _ => {
+                        return Err(Error::entry(
+                            path,
+                            format!("is a hard link to {target}, which isn't there"),
+                        ));
+                    }
                 }
             }
             (other, _) => {
-                let problem = format!("is {other:?}, only files, directories and links are unpacked");
+                let problem =
+                    format!("is {other:?}, only files, directories and links are unpacked");
                 return Err(Error::entry(path, problem));
             }
         };
@@ -207,13 +222,20 @@ fn unpack_archive(data: impl Read, scratch: &Path) -> Result<Tree, Error> {
 /// A path of an archive as a tree has it; none for the root.
 pub(crate) fn text(path: &[u8]) -> Result<Option<&str>, Error> {
     let path = utf8(path)?;
-    let path = path.strip_prefix("./").unwrap_or(path).trim_end_matches('/');
+    let path = path
+        .strip_prefix("./")
+        .unwrap_or(path)
+        .trim_end_matches('/');
     Ok((!path.is_empty() && path != ".").then_some(path))
 }
 
 fn utf8(bytes: &[u8]) -> Result<&str, Error> {
-    std::str::from_utf8(bytes)
-        .map_err(|_| Error::entry(String::from_utf8_lossy(bytes), "has a name that is not UTF-8"))
+    std::str::from_utf8(bytes).map_err(|_| {
+        Error::entry(
+            String::from_utf8_lossy(bytes),
+            "has a name that is not UTF-8",
+        )
+    })
 }
 
 /// Whether a path is in the root. What a licence asks to be passed on is, wherever it is.
@@ -252,7 +274,9 @@ fn run(command: &mut Command) -> Result<String, Error> {
         command: line.clone(),
         problem,
     };
-    let output = command.output().map_err(|error| failed(error.to_string()))?;
+    let output = command
+        .output()
+        .map_err(|error| failed(error.to_string()))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         return Err(failed(said.trim().to_owned()));

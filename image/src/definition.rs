@@ -236,11 +236,7 @@ impl Definition {
                 rule.check(&format!("{layer}.files[{index}]"), &mut places, &mut fault);
             }
             for (index, path) in files.directories.iter().enumerate() {
-                check_path(
-                    &format!("{layer}.directories[{index}]"),
-                    path,
-                    &mut fault,
-                );
+                check_path(&format!("{layer}.directories[{index}]"), path, &mut fault);
             }
         }
         if let Some(bundle) = &self.bundle {
@@ -356,11 +352,12 @@ impl Config {
                 fault("env", format!("{name:?} is no name of a variable"));
             }
         }
-        for (path, field) in self
-            .health
-            .iter()
-            .flat_map(|health| [(&health.live, "health.live"), (&health.ready, "health.ready")])
-        {
+        for (path, field) in self.health.iter().flat_map(|health| {
+            [
+                (&health.live, "health.live"),
+                (&health.ready, "health.ready"),
+            ]
+        }) {
             if !path.starts_with('/') {
                 fault(field, format!("{path:?} must begin with `/`"));
             }
@@ -432,9 +429,15 @@ mod tests {
             "[config.health]",
         ] {
             let text = WHOLE.replacen(table, &format!("{table}\nsurprise = 1"), 1);
-            assert!(text.contains("surprise"), "{table} is not in the definition");
+            assert!(
+                text.contains("surprise"),
+                "{table} is not in the definition"
+            );
             let message = refusal(&text);
-            assert!(message.contains("unknown field `surprise`"), "{table}: {message}");
+            assert!(
+                message.contains("unknown field `surprise`"),
+                "{table}: {message}"
+            );
         }
         assert!(refusal(&format!("surprise = 1\n{WHOLE}")).contains("unknown field `surprise`"));
     }
@@ -444,15 +447,47 @@ mod tests {
         for (from, to, expected) in [
             ("\"10001:10001\"", "\"0:0\"", "config.user: \"0:0\" must be"),
             ("\"10001:10001\"", "\"app\"", "config.user: \"app\" must be"),
-            ("\"libc6\"", "\"ca-certificates\"", "\"ca-certificates\" comes twice"),
-            ("\"libc6\"", "\"lib c6\"", "\"lib c6\" is no name of a Debian package"),
-            ("to = \"usr/bin/outrider-server\"", "to = \"/usr/bin/outrider-server\"", "is absolute"),
-            ("to = \"usr/bin/outrider-server\"", "to = \"../outrider-server\"", "leaves the directory"),
-            ("built = true", "built = true\ntext = \"x\"", "must have either `from` or `text`"),
-            ("schema_version = 1", "schema_version = 2", "schema_version is 2, this build reads 1"),
-            ("\"8080/tcp\"", "\"8080\"", "config.ports[0]: \"8080\" must be"),
+            (
+                "\"libc6\"",
+                "\"ca-certificates\"",
+                "\"ca-certificates\" comes twice",
+            ),
+            (
+                "\"libc6\"",
+                "\"lib c6\"",
+                "\"lib c6\" is no name of a Debian package",
+            ),
+            (
+                "to = \"usr/bin/outrider-server\"",
+                "to = \"/usr/bin/outrider-server\"",
+                "is absolute",
+            ),
+            (
+                "to = \"usr/bin/outrider-server\"",
+                "to = \"../outrider-server\"",
+                "leaves the directory",
+            ),
+            (
+                "built = true",
+                "built = true\ntext = \"x\"",
+                "must have either `from` or `text`",
+            ),
+            (
+                "schema_version = 1",
+                "schema_version = 2",
+                "schema_version is 2, this build reads 1",
+            ),
+            (
+                "\"8080/tcp\"",
+                "\"8080\"",
+                "config.ports[0]: \"8080\" must be",
+            ),
             ("\"SIGTERM\"", "\"TERM\"", "config.stop_signal"),
-            ("name = \"outrider-cpu\"", "name = \"Outrider CPU\"", "name: \"Outrider CPU\" must be"),
+            (
+                "name = \"outrider-cpu\"",
+                "name = \"Outrider CPU\"",
+                "name: \"Outrider CPU\" must be",
+            ),
         ] {
             assert!(WHOLE.contains(from), "{from} is not in the definition");
             let message = refusal(&WHOLE.replacen(from, to, 1));

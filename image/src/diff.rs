@@ -64,7 +64,13 @@ pub fn diff(first: (&Layout, &Image), second: (&Layout, &Image)) -> Result<Vec<D
 struct Found(Vec<Difference>);
 
 impl Found {
-    fn compare(&mut self, place: &str, attribute: &str, first: Option<String>, second: Option<String>) {
+    fn compare(
+        &mut self,
+        place: &str,
+        attribute: &str,
+        first: Option<String>,
+        second: Option<String>,
+    ) {
         if first != second {
             let text = |side: Option<String>| side.unwrap_or_else(|| "nothing".to_owned());
             self.0.push(Difference {
@@ -103,8 +109,15 @@ fn diff_layer(
     }
     if a_id == b_id {
         // The same archive: only the compression, or its library, is another.
-        let form = |it: &oci_spec::image::Descriptor| Some(format!("{} as {}", it.digest(), it.media_type()));
-        found.compare(&place, "compressed form of the same archive", form(&a), form(&b));
+        let form = |it: &oci_spec::image::Descriptor| {
+            Some(format!("{} as {}", it.digest(), it.media_type()))
+        };
+        found.compare(
+            &place,
+            "compressed form of the same archive",
+            form(&a),
+            form(&b),
+        );
         return Ok(());
     }
     let before = found.0.len();
@@ -132,7 +145,12 @@ fn diff_layer(
         let moved = a_order.iter().zip(&b_order).find(|(a, b)| a != b);
         match moved {
             Some(((_, a), (_, b))) => {
-                found.compare(&place, "order of entries", Some((*a).clone()), Some((*b).clone()));
+                found.compare(
+                    &place,
+                    "order of entries",
+                    Some((*a).clone()),
+                    Some((*b).clone()),
+                );
             }
             None => found.compare(&place, "form of the archive", Some(a_id), Some(b_id)),
         }
@@ -142,7 +160,10 @@ fn diff_layer(
 
 /// Paths in the order of their entries.
 fn order(entries: &BTreeMap<String, Entry>) -> Vec<(usize, &String)> {
-    let mut order: Vec<_> = entries.iter().map(|(path, entry)| (entry.position, path)).collect();
+    let mut order: Vec<_> = entries
+        .iter()
+        .map(|(path, entry)| (entry.position, path))
+        .collect();
     order.sort();
     order
 }
@@ -153,11 +174,17 @@ struct Entry {
     attributes: [(&'static str, String); 8],
 }
 
-fn entries(layout: &Layout, descriptor: &oci_spec::image::Descriptor) -> Result<BTreeMap<String, Entry>, Error> {
+fn entries(
+    layout: &Layout,
+    descriptor: &oci_spec::image::Descriptor,
+) -> Result<BTreeMap<String, Entry>, Error> {
     let name = format!("blob {}", descriptor.digest());
     let read = |source| Error::read(&name, source);
     let Some(compression) = Compression::of(descriptor.media_type()) else {
-        let problem = format!("has the media type {}, which can't be read", descriptor.media_type());
+        let problem = format!(
+            "has the media type {}, which can't be read",
+            descriptor.media_type()
+        );
         return Err(Error::entry(name.as_str(), problem));
     };
     let reader = compression.reader(layout.blob(descriptor)?).map_err(read)?;
@@ -167,7 +194,9 @@ fn entries(layout: &Layout, descriptor: &oci_spec::image::Descriptor) -> Result<
         let mut member = member.map_err(read)?;
         let path = String::from_utf8_lossy(&member.path_bytes()).into_owned();
         let link = member.link_name_bytes();
-        let link = link.map_or("nothing".to_owned(), |it| String::from_utf8_lossy(&it).into_owned());
+        let link = link.map_or("nothing".to_owned(), |it| {
+            String::from_utf8_lossy(&it).into_owned()
+        });
         let (size_bytes, sha256) = hash_stream(&mut member).map_err(read)?;
         let header = member.header();
         let number = |field: std::io::Result<u64>| field.map(|it| it.to_string()).map_err(read);
@@ -177,13 +206,22 @@ fn entries(layout: &Layout, descriptor: &oci_spec::image::Descriptor) -> Result<
             ("type", format!("{:?}", header.entry_type())),
             ("mode", format!("{:04o}", header.mode().map_err(read)?)),
             ("mtime", number(header.mtime())?),
-            ("owner", format!("{}:{}", number(header.uid())?, number(header.gid())?)),
+            (
+                "owner",
+                format!("{}:{}", number(header.uid())?, number(header.gid())?),
+            ),
             ("owner names", names.join(":")),
             ("link target", link),
             ("size", size_bytes.to_string()),
             ("sha256", sha256),
         ];
-        entries.insert(path, Entry { position, attributes });
+        entries.insert(
+            path,
+            Entry {
+                position,
+                attributes,
+            },
+        );
     }
     Ok(entries)
 }
@@ -199,15 +237,27 @@ fn diff_json(place: &str, path: &str, first: &Value, second: &Value, found: &mut
             keys.sort();
             keys.dedup();
             for key in keys {
-                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-                let side = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
+                let path = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
+                let side = |map: &serde_json::Map<String, Value>| {
+                    map.get(key).cloned().unwrap_or_default()
+                };
                 diff_json(place, &path, &side(a), &side(b), found);
             }
         }
         (Value::Array(a), Value::Array(b)) => {
             for index in 0..a.len().max(b.len()) {
                 let side = |list: &[Value]| list.get(index).cloned().unwrap_or_default();
-                diff_json(place, &format!("{path}[{index}]"), &side(a), &side(b), found);
+                diff_json(
+                    place,
+                    &format!("{path}[{index}]"),
+                    &side(a),
+                    &side(b),
+                    found,
+                );
             }
         }
         _ => {

@@ -55,7 +55,9 @@ pub enum Error {
     #[error("invalid values: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Values(Vec<FieldFault>),
     /// A file isn't the one that the lock names.
-    #[error("stale lock: {file} has {actual_bytes} bytes and sha256 {actual}, the lock says {expected_bytes} bytes and sha256 {expected}")]
+    #[error(
+        "stale lock: {file} has {actual_bytes} bytes and sha256 {actual}, the lock says {expected_bytes} bytes and sha256 {expected}"
+    )]
     Stale {
         /// Path in the image, or name of the package.
         file: String,
@@ -101,7 +103,9 @@ pub enum Error {
         problem: String,
     },
     /// A file can't be in a layer of the allowed size.
-    #[error("{path}: takes {layer_bytes} bytes in a layer, --max-layer-bytes allows {max_layer_bytes}, and a file can't be split")]
+    #[error(
+        "{path}: takes {layer_bytes} bytes in a layer, --max-layer-bytes allows {max_layer_bytes}, and a file can't be split"
+    )]
     LayerTooLarge {
         /// Path in the image.
         path: String,

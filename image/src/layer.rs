@@ -131,7 +131,9 @@ pub fn archive_bytes(tree: &Tree) -> Result<u64, Error> {
                 let content_bytes = content.size_bytes()?.next_multiple_of(BLOCK_BYTES);
                 header_bytes(path.len()) + content_bytes
             }
-            Node::Link(target) => header_bytes(path.len()) + header_bytes(target.len()) - BLOCK_BYTES,
+            Node::Link(target) => {
+                header_bytes(path.len()) + header_bytes(target.len()) - BLOCK_BYTES
+            }
             Node::Directory if directories.insert(path.to_owned()) => header_bytes(path.len() + 1),
             Node::Directory => 0,
         };
@@ -220,7 +222,9 @@ fn append_file<W: Write>(
         }
         Content::Path(source, expected) => {
             let file = File::open(source).map_err(|error| Error::read(source, error))?;
-            let metadata = file.metadata().map_err(|error| Error::read(source, error))?;
+            let metadata = file
+                .metadata()
+                .map_err(|error| Error::read(source, error))?;
             if !metadata.is_file() {
                 let problem = format!("{} is no plain file", source.display());
                 return Err(Error::entry(path, problem));
@@ -279,7 +283,9 @@ fn read_ahead(mut file: File, sender: &SyncSender<Vec<u8>>) -> io::Result<Option
     let mut hasher = Hasher::default();
     loop {
         let mut chunk = Vec::with_capacity(CHUNK_BYTES);
-        (&mut file).take(CHUNK_BYTES as u64).read_to_end(&mut chunk)?;
+        (&mut file)
+            .take(CHUNK_BYTES as u64)
+            .read_to_end(&mut chunk)?;
         if chunk.is_empty() {
             return Ok(Some(entry(hasher)));
         }
@@ -396,7 +402,8 @@ mod tests {
         tree.insert("usr/lib/a", text("a")).unwrap();
         tree.insert("usr/lib-x/c", text("c")).unwrap();
         tree.insert(&long, text("long")).unwrap();
-        tree.insert("lib", Node::Link("usr/lib".to_owned())).unwrap();
+        tree.insert("lib", Node::Link("usr/lib".to_owned()))
+            .unwrap();
         tree.insert("far", Node::Link(format!("/{}", "t".repeat(150))))
             .unwrap();
         tree.insert("run", Node::Directory).unwrap();
@@ -418,13 +425,25 @@ mod tests {
             assert_eq!(header.mtime().unwrap(), EPOCH_S, "{path}");
             assert_eq!(header.username_bytes().unwrap_or_default(), b"", "{path}");
             assert_eq!(header.groupname_bytes().unwrap_or_default(), b"", "{path}");
-            names.push(path.replace(&"d".repeat(90), "D").replace(&"f".repeat(90), "F"));
+            names.push(
+                path.replace(&"d".repeat(90), "D")
+                    .replace(&"f".repeat(90), "F"),
+            );
         }
         assert_eq!(
             names,
             [
-                "far", "lib", "run/", "usr/", "usr/D/", "usr/D/F", "usr/lib-x/", "usr/lib-x/c", "usr/lib/",
-                "usr/lib/a", "usr/lib/b"
+                "far",
+                "lib",
+                "run/",
+                "usr/",
+                "usr/D/",
+                "usr/D/F",
+                "usr/lib-x/",
+                "usr/lib-x/c",
+                "usr/lib/",
+                "usr/lib/a",
+                "usr/lib/b"
             ]
         );
         assert_eq!(written.blob.sha256, sha256_hex(&blob));
@@ -448,7 +467,8 @@ mod tests {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
             let content = Content::Path(path, None);
             let mut tree = Tree::default();
-            tree.insert("w", Node::File(content, Mode::ReadOnly)).unwrap();
+            tree.insert("w", Node::File(content, Mode::ReadOnly))
+                .unwrap();
             write(&tree, compression, 0, io::sink()).unwrap()
         };
         for compression in [Compression::None, Compression::Zstd, Compression::Gzip] {
@@ -468,7 +488,11 @@ mod tests {
             let mut archive = Vec::new();
             let mut reader = compression.reader(blob.as_slice()).unwrap();
             reader.read_to_end(&mut archive).unwrap();
-            assert_eq!(written.archive.sha256, sha256_hex(&archive), "{compression:?}");
+            assert_eq!(
+                written.archive.sha256,
+                sha256_hex(&archive),
+                "{compression:?}"
+            );
             assert_eq!(written.blob.size_bytes, blob.len() as u64);
         }
     }

@@ -9,7 +9,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use oci_spec::image::{
-    Descriptor, DescriptorBuilder, ImageConfiguration, ImageIndex, ImageManifest, MediaType, Sha256Digest,
+    Descriptor, DescriptorBuilder, ImageConfiguration, ImageIndex, ImageManifest, MediaType,
+    Sha256Digest,
 };
 use outrider_bundle::digest::{Hasher, sha256_hex, sync_parent};
 use outrider_bundle::manifest::FileEntry;
@@ -56,7 +57,9 @@ impl Layout {
             let problem = format!("imageLayoutVersion is {version}, this build reads \"1.0.0\"");
             return Err(Error::entry(path.display().to_string(), problem));
         }
-        Ok(Self { dir: dir.to_owned() })
+        Ok(Self {
+            dir: dir.to_owned(),
+        })
     }
 
     /// Its directory.
@@ -91,7 +94,9 @@ impl Layout {
         let descriptor = match (images.next(), images.next()) {
             (Some(descriptor), None) => descriptor.clone(),
             (None, _) => {
-                let what = digest.map_or("an image manifest".to_owned(), |it| format!("manifest {it}"));
+                let what = digest.map_or("an image manifest".to_owned(), |it| {
+                    format!("manifest {it}")
+                });
                 return Err(missing(what));
             }
             (Some(_), Some(_)) => return Err(missing("a single image manifest".to_owned())),
@@ -144,7 +149,11 @@ impl Layout {
     }
 
     /// Adds manifests with their blobs to a layout that is there already, such as those that refer to its image.
-    pub fn add(&self, documents: &[(Descriptor, Vec<u8>)], manifest: Descriptor) -> Result<(), Error> {
+    pub fn add(
+        &self,
+        documents: &[(Descriptor, Vec<u8>)],
+        manifest: Descriptor,
+    ) -> Result<(), Error> {
         for (descriptor, bytes) in documents {
             let path = self.blob_path(descriptor)?;
             write_whole(&path, bytes)?;
@@ -207,7 +216,11 @@ impl Unfinished {
     }
 
     /// Writes a document as canonical JSON.
-    pub fn json(&mut self, media_type: MediaType, document: &impl Serialize) -> Result<Descriptor, Error> {
+    pub fn json(
+        &mut self,
+        media_type: MediaType,
+        document: &impl Serialize,
+    ) -> Result<Descriptor, Error> {
         self.bytes(media_type, &canonical_json(document))
     }
 
@@ -255,12 +268,17 @@ impl Unfinished {
     }
 
     /// Makes a file a blob whose digest has been checked.
-    pub(crate) fn keep(&mut self, blob: tempfile::NamedTempFile, descriptor: &Descriptor) -> Result<(), Error> {
+    pub(crate) fn keep(
+        &mut self,
+        blob: tempfile::NamedTempFile,
+        descriptor: &Descriptor,
+    ) -> Result<(), Error> {
         let path = self.blobs().join(sha256_of(descriptor)?);
         let kept = set_mode(blob.path(), 0o644)
             .and_then(|()| blob.as_file().sync_all())
             .and_then(|()| blob.persist(&path).map_err(|error| error.error));
-        kept.map(|_| ()).map_err(|source| Error::write(path, source))
+        kept.map(|_| ())
+            .map_err(|source| Error::write(path, source))
     }
 
     /// Writes the index and puts the layout at its place.
@@ -365,7 +383,10 @@ pub(crate) fn describe(descriptor: &Descriptor) -> String {
     }
 }
 
-pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8], what: impl Fn() -> String) -> Result<T, Error> {
+pub(crate) fn parse<T: DeserializeOwned>(
+    bytes: &[u8],
+    what: impl Fn() -> String,
+) -> Result<T, Error> {
     serde_json::from_slice(bytes).map_err(|source| Error::Json {
         what: what(),
         source,
@@ -405,7 +426,9 @@ mod tests {
         let place = dir.path().join("image");
         for content in ["old", "new"] {
             let mut layout = Unfinished::begin(&place).unwrap();
-            layout.bytes(MediaType::EmptyJSON, content.as_bytes()).unwrap();
+            layout
+                .bytes(MediaType::EmptyJSON, content.as_bytes())
+                .unwrap();
             layout.finish().unwrap();
         }
         let blobs = fs::read_dir(place.join("blobs/sha256")).unwrap();

@@ -90,12 +90,17 @@ impl Lock {
     }
 
     /// Takes the digest of everything that a definition names. Packages are given, since only a package index knows them.
-    pub fn make(definition: &Definition, root: &Path, mut packages: Vec<Package>) -> Result<Self, Error> {
+    pub fn make(
+        definition: &Definition,
+        root: &Path,
+        mut packages: Vec<Package>,
+    ) -> Result<Self, Error> {
         let mut files = BTreeMap::new();
         for rule in definition.files().filter(|rule| !rule.built) {
             let Some(from) = &rule.from else { continue };
             let path = root.join(from);
-            let (size_bytes, sha256) = hash_file(&path).map_err(|source| Error::read(&path, source))?;
+            let (size_bytes, sha256) =
+                hash_file(&path).map_err(|source| Error::read(&path, source))?;
             files.insert(rule.to.clone(), FileEntry { size_bytes, sha256 });
         }
         let mut bundle_digest = None;
@@ -139,7 +144,11 @@ impl Lock {
             let bundle = definition.bundle.as_ref();
             !bundle.is_some_and(|bundle| crate::tree::is_at_or_below(path, &bundle.to))
         };
-        let locked = self.files.iter().map(|file| file.path.as_str()).filter(is_own);
+        let locked = self
+            .files
+            .iter()
+            .map(|file| file.path.as_str())
+            .filter(is_own);
         same(&named, &locked.collect())?;
         match (&definition.bundle, &self.bundle_digest) {
             (Some(_), None) => Err(unlocked("the bundle", "definition")),
@@ -207,8 +216,12 @@ impl Lock {
 
     /// Writes the lock, whole or not at all.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        write_atomic(path, &path.with_extension("partial"), self.to_toml().as_bytes())
-            .map_err(|source| Error::write(path, source))
+        write_atomic(
+            path,
+            &path.with_extension("partial"),
+            self.to_toml().as_bytes(),
+        )
+        .map_err(|source| Error::write(path, source))
     }
 
     fn faults(&self) -> Vec<FieldFault> {
@@ -216,7 +229,10 @@ impl Lock {
         let mut fault = |field: String, problem: String| faults.push(FieldFault { field, problem });
         let mut digest = |field: String, sha256: &str| {
             if !is_sha256(sha256) {
-                fault(field, format!("{sha256:?} is not 64 lower-case hexadecimal digits"));
+                fault(
+                    field,
+                    format!("{sha256:?} is not 64 lower-case hexadecimal digits"),
+                );
             }
         };
         if let Some(sha256) = &self.bundle_digest {
@@ -238,7 +254,10 @@ impl Lock {
                 ..
             } = package;
             if !is_package_name(name) {
-                fault(field("name"), format!("{name:?} is no name of a Debian package"));
+                fault(
+                    field("name"),
+                    format!("{name:?} is no name of a Debian package"),
+                );
             }
             if !names.insert(name) {
                 fault(field("name"), format!("{name:?} comes twice"));
@@ -252,7 +271,10 @@ impl Lock {
             };
             for (key, value) in [("version", version), ("architecture", architecture)] {
                 if !is_word(value) {
-                    fault(field(key), format!("{value:?} must be letters, digits and `.+-~:`"));
+                    fault(
+                        field(key),
+                        format!("{value:?} must be letters, digits and `.+-~:`"),
+                    );
                 }
             }
         }
@@ -270,7 +292,10 @@ impl Lock {
 }
 
 /// Digest of a bundle, and its files with their paths in the image.
-fn bundle_files(bundle: &Bundle, root: &Path) -> Result<(String, BTreeMap<String, FileEntry>), Error> {
+fn bundle_files(
+    bundle: &Bundle,
+    root: &Path,
+) -> Result<(String, BTreeMap<String, FileEntry>), Error> {
     let dir = root.join(&bundle.from);
     let manifest = load_bundle(&dir)?;
     let mut files: BTreeMap<String, FileEntry> = manifest
@@ -343,17 +368,31 @@ mod tests {
     #[test]
     fn a_fault_of_a_lock_is_named() {
         for (from, to, expected) in [
-            ("size_bytes = 7", "size_bytes = 7\nsurprise = 1", "unknown field `surprise`"),
+            (
+                "size_bytes = 7",
+                "size_bytes = 7\nsurprise = 1",
+                "unknown field `surprise`",
+            ),
             (&*"b".repeat(64), "B", "package[0].sha256: \"B\" is not 64"),
             (&*"c".repeat(64), "c", "file[0].sha256"),
             ("\"opt/", "\"../opt/", "file[0].path"),
-            ("\"libstdc++6\"", "\"--help\"", "package[0].name: \"--help\" is no name"),
+            (
+                "\"libstdc++6\"",
+                "\"--help\"",
+                "package[0].name: \"--help\" is no name",
+            ),
             ("\"1:12", "\"/1:12", "package[0].version"),
-            ("schema_version = 1", "schema_version = 9", "schema_version is 9"),
+            (
+                "schema_version = 1",
+                "schema_version = 9",
+                "schema_version is 9",
+            ),
         ] {
             let text = lock().to_toml();
             assert!(text.contains(from), "{from} is not in the lock");
-            let message = Lock::parse(&text.replacen(from, to, 1)).unwrap_err().chain();
+            let message = Lock::parse(&text.replacen(from, to, 1))
+                .unwrap_err()
+                .chain();
             assert!(message.contains(expected), "{to}: {message}");
         }
     }

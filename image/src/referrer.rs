@@ -37,7 +37,13 @@ pub fn attach(layout: &Layout, image: &Image, referrer: &Referrer) -> Result<Des
         .config(config.clone())
         .layers(vec![blob.clone()])
         .subject(subject)
-        .annotations(referrer.annotations.clone().into_iter().collect::<std::collections::HashMap<_, _>>())
+        .annotations(
+            referrer
+                .annotations
+                .clone()
+                .into_iter()
+                .collect::<std::collections::HashMap<_, _>>(),
+        )
         .build()
         .expect("every required field is set");
     let text = canonical_json(&manifest);

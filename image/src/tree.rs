@@ -64,7 +64,10 @@ impl Tree {
     pub fn insert(&mut self, path: &str, node: Node) -> Result<(), Error> {
         check(path)?;
         for (index, _) in path.match_indices('/') {
-            if matches!(self.nodes.get(&path[..index]), Some(Node::File(..) | Node::Link(_))) {
+            if matches!(
+                self.nodes.get(&path[..index]),
+                Some(Node::File(..) | Node::Link(_))
+            ) {
                 let problem = format!("is below {}, which is no directory", &path[..index]);
                 return Err(Error::entry(path, problem));
             }
@@ -78,8 +81,7 @@ impl Tree {
 
     /// Takes a path and everything below it away.
     pub fn remove(&mut self, path: &str) {
-        self.nodes
-            .retain(|known, _| !is_at_or_below(known, path));
+        self.nodes.retain(|known, _| !is_at_or_below(known, path));
     }
 
     /// What is at a path.
@@ -150,7 +152,9 @@ mod tests {
         let mut tree = Tree::default();
         tree.insert("a/b", file()).unwrap();
         tree.insert("l", Node::Link("a".to_owned())).unwrap();
-        for path in ["", "/a", "../a", "a/../b", "a//b", "./a", "a\nb", "a/b/c", "l/x", "a"] {
+        for path in [
+            "", "/a", "../a", "a/../b", "a//b", "./a", "a\nb", "a/b/c", "l/x", "a",
+        ] {
             tree.insert(path, file()).unwrap_err();
         }
         tree.insert("a", Node::Directory).unwrap();

@@ -46,7 +46,9 @@ pub struct Verified {
 
 /// Checks an image of a layout; an error lists everything that is wrong.
 pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<Verified, Error> {
-    let Expected { definition, lock, .. } = expected;
+    let Expected {
+        definition, lock, ..
+    } = expected;
     lock.check_covers(definition)?;
     let mut faults = Vec::new();
     let files = layers(layout, image, &mut faults);
@@ -59,7 +61,8 @@ pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<
             wanted.insert(&file.path, lock.file(&file.path));
         }
     }
-    let scratch = tempfile::tempdir().map_err(|source| Error::write(std::env::temp_dir(), source))?;
+    let scratch =
+        tempfile::tempdir().map_err(|source| Error::write(std::env::temp_dir(), source))?;
     let base = match (&definition.base, expected.packages_dir) {
         _ if is_weights_only => Some(BTreeMap::new()),
         (Base::Debian(rules), Some(dir)) => {
@@ -92,13 +95,21 @@ pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<
             (Some(_), None) => {}
         }
     }
-    let unknown: Vec<&String> = files.keys().filter(|path| !wanted.contains_key(path.as_str())).collect();
+    let unknown: Vec<&String> = files
+        .keys()
+        .filter(|path| !wanted.contains_key(path.as_str()))
+        .collect();
     let is_in_bundle = |path: &&&String| {
         let bundle = definition.bundle.as_ref();
         bundle.is_some_and(|bundle| is_at_or_below(path, &bundle.to))
     };
     let refused = |path: &&&String| base.is_some() || is_in_bundle(path);
-    faults.extend(unknown.iter().filter(refused).map(|path| format!("{path}: nothing names it")));
+    faults.extend(
+        unknown
+            .iter()
+            .filter(refused)
+            .map(|path| format!("{path}: nothing names it")),
+    );
     if faults.is_empty() {
         Ok(Verified {
             digest: image.descriptor.digest().to_string(),
@@ -117,7 +128,11 @@ fn layers(layout: &Layout, image: &Image, faults: &mut Vec<String>) -> BTreeMap<
     let diff_ids = image.config.rootfs().diff_ids();
     let layers = image.manifest.layers();
     if diff_ids.len() != layers.len() {
-        faults.push(format!("the manifest has {} layers, the configuration {}", layers.len(), diff_ids.len()));
+        faults.push(format!(
+            "the manifest has {} layers, the configuration {}",
+            layers.len(),
+            diff_ids.len()
+        ));
     }
     for (descriptor, diff_id) in layers.iter().zip(diff_ids) {
         let read = read_layer(layout, descriptor, &mut files);
@@ -134,7 +149,9 @@ fn layers(layout: &Layout, image: &Image, faults: &mut Vec<String>) -> BTreeMap<
             let named = annotations.get(FILE_SHA256_ANNOTATION);
             let found = files.get(path).map(|it: &FileEntry| &it.sha256);
             if named.is_none() || named != found {
-                faults.push(format!("{path}: is not the file that the annotation of its layer names"));
+                faults.push(format!(
+                    "{path}: is not the file that the annotation of its layer names"
+                ));
             }
         }
     }
@@ -148,7 +165,10 @@ fn read_layer(
     files: &mut BTreeMap<String, FileEntry>,
 ) -> Result<String, Error> {
     let Some(compression) = Compression::of(descriptor.media_type()) else {
-        let problem = format!("has the media type {}, which is no layer", descriptor.media_type());
+        let problem = format!(
+            "has the media type {}, which is no layer",
+            descriptor.media_type()
+        );
         return Err(Error::entry(describe(descriptor), problem));
     };
     // The blob is read twice, so that bytes with a wrong digest never reach a decoder.
@@ -168,8 +188,15 @@ fn read_layer(
         let Some(path) = debian::text(&member.path_bytes())?.map(str::to_owned) else {
             continue;
         };
-        if path.rsplit('/').next().is_some_and(|name| name.starts_with(".wh.")) {
-            return Err(Error::entry(path, "takes a file of a lower layer away, which no build does"));
+        if path
+            .rsplit('/')
+            .next()
+            .is_some_and(|name| name.starts_with(".wh."))
+        {
+            return Err(Error::entry(
+                path,
+                "takes a file of a lower layer away, which no build does",
+            ));
         }
         match member.header().entry_type() {
             tar::EntryType::Regular => {
@@ -187,8 +214,15 @@ fn read_layer(
     Ok(entry(hashed.hasher).sha256)
 }
 
-fn check_config(image: &Image, expected: Expected<'_>, is_weights_only: bool, faults: &mut Vec<String>) {
-    let Expected { definition, lock, .. } = expected;
+fn check_config(
+    image: &Image,
+    expected: Expected<'_>,
+    is_weights_only: bool,
+    faults: &mut Vec<String>,
+) {
+    let Expected {
+        definition, lock, ..
+    } = expected;
     let config = image.config.config().clone().unwrap_or_default();
     let mut same = |field: &str, found: String, wanted: String| {
         if found != wanted {
@@ -212,10 +246,22 @@ fn check_config(image: &Image, expected: Expected<'_>, is_weights_only: bool, fa
     }
     let rules = &definition.config;
     let list = |list: &Option<Vec<String>>| format!("{:?}", list.clone().unwrap_or_default());
-    same("user", config.user().clone().unwrap_or_default(), rules.user.clone());
-    same("entrypoint", list(config.entrypoint()), format!("{:?}", rules.entrypoint));
+    same(
+        "user",
+        config.user().clone().unwrap_or_default(),
+        rules.user.clone(),
+    );
+    same(
+        "entrypoint",
+        list(config.entrypoint()),
+        format!("{:?}", rules.entrypoint),
+    );
     same("cmd", list(config.cmd()), format!("{:?}", rules.cmd));
-    let env: Vec<String> = rules.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let env: Vec<String> = rules
+        .env
+        .iter()
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect();
     same("env", list(config.env()), format!("{env:?}"));
 }
 
@@ -230,7 +276,9 @@ fn file_entries(tree: &crate::tree::Tree) -> Result<BTreeMap<String, FileEntry>,
     for (path, node) in tree.iter() {
         let (size_bytes, sha256) = match node {
             Node::File(Content::Bytes(bytes), _) => (bytes.len() as u64, sha256_hex(bytes)),
-            Node::File(Content::Path(file, _), _) => hash_file(file).map_err(|source| Error::read(file, source))?,
+            Node::File(Content::Path(file, _), _) => {
+                hash_file(file).map_err(|source| Error::read(file, source))?
+            }
             Node::Link(_) | Node::Directory => continue,
         };
         entries.insert(path.to_owned(), FileEntry { size_bytes, sha256 });

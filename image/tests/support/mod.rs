@@ -3,6 +3,8 @@
 // Each test file uses another part of it.
 #![allow(dead_code)]
 
+pub mod registry;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,11 +14,11 @@ use outrider_bundle::digest::sha256_hex;
 use outrider_bundle::manifest::{
     Attention, FileEntry, GenerationDefaults, Precision, TargetFacts, TextFacts,
 };
+use outrider_image::Error;
 use outrider_image::build::{Built, Options, build};
 use outrider_image::definition::Definition;
 use outrider_image::layer::Compression;
 use outrider_image::lock::{Lock, Package};
-use outrider_image::Error;
 use tempfile::TempDir;
 
 /// Bytes of the weights, above the size from which a file has a layer of its own.
@@ -93,7 +95,11 @@ impl Repository {
         self.build_with(output, |_| {})
     }
 
-    pub fn build_with(&self, output: &str, change: impl FnOnce(&mut Options<'_>)) -> Result<Built, Error> {
+    pub fn build_with(
+        &self,
+        output: &str,
+        change: impl FnOnce(&mut Options<'_>),
+    ) -> Result<Built, Error> {
         let packages_dir = self.path("packages");
         let output = self.path(output);
         let mut options = Options {
@@ -114,7 +120,9 @@ impl Repository {
 }
 
 pub fn weights() -> Vec<u8> {
-    (0..WEIGHTS_BYTES).map(|index| (index * index % 251) as u8).collect()
+    (0..WEIGHTS_BYTES)
+        .map(|index| (index * index % 251) as u8)
+        .collect()
 }
 
 fn write_bundle(dir: &Path) {
@@ -183,7 +191,10 @@ fn write_packages(dir: &Path) -> Vec<Package> {
         ("usr/bin/ldd", "#!/bin/bash"),
     ];
     let zst = zstd::encode_all(archive(&certificates, None).as_slice(), 3).unwrap();
-    let link = ("lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6");
+    let link = (
+        "lib64/ld-linux-x86-64.so.2",
+        "/lib/x86_64-linux-gnu/libc.so.6",
+    );
     let gz = {
         use std::io::Write;
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::new(6));
