@@ -1,6 +1,6 @@
 //! OCI image layouts: a directory of blobs by digest, with an index that says which of them are images.
 //!
-//! A layout is written in a directory beside its place and renamed when every byte is on disk, so a reader sees the old one or the new one.
+//! A layout is written in a directory beside its place and renamed when every byte is on disk, so a reader never sees a part of one.
 //! What is read out of a layout is held to its digest.
 
 use std::fs::{self, File};
@@ -300,13 +300,24 @@ impl Unfinished {
                 File::open(&dir)?.sync_all()?;
             }
             // Two renames, not one: a directory can't be renamed over one that has files in it.
-            if place.exists() {
-                let old = tempfile::Builder::new()
-                    .prefix(".image-")
-                    .tempdir_in(aside.path().parent().expect("it was made in a directory"))?;
-                fs::rename(&place, old.path().join("old"))?;
+            let beside = aside.path().parent().expect("it was made in a directory");
+            let old = tempfile::Builder::new()
+                .prefix(".image-")
+                .tempdir_in(beside)?;
+            let old_place = old.path().join("old");
+            let is_replaced = place.exists();
+            if is_replaced {
+                fs::rename(&place, &old_place)?;
             }
-            fs::rename(aside.keep(), &place)?;
+            if let Err(error) = fs::rename(aside.path(), &place) {
+                if is_replaced {
+                    // The first error is the one to report.
+                    let _ = fs::rename(&old_place, &place);
+                }
+                return Err(error);
+            }
+            // Its place is another now, so there is nothing left to remove.
+            let _ = aside.keep();
             sync_parent(&place)
         })();
         done.map_err(|source| Error::write(&place, source))?;

@@ -18,7 +18,8 @@ struct Beginning {
 impl Write for Beginning {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let missing = 512_usize.saturating_sub(self.kept.len());
-        self.kept.extend_from_slice(&bytes[..bytes.len().min(missing)]);
+        self.kept
+            .extend_from_slice(&bytes[..bytes.len().min(missing)]);
         self.total_bytes += bytes.len() as u64;
         Ok(bytes.len())
     }
@@ -42,8 +43,11 @@ fn a_file_over_8_gib_keeps_its_size_and_takes_little_memory() {
     let path = dir.path().join("weights");
     File::create(&path).unwrap().set_len(SIZE_BYTES).unwrap();
     let mut tree = Tree::default();
-    tree.insert("weights", Node::File(Content::Path(path, None), Mode::ReadOnly))
-        .unwrap();
+    tree.insert(
+        "weights",
+        Node::File(Content::Path(path, None), Mode::ReadOnly),
+    )
+    .unwrap();
     let mut out = Beginning::default();
     let written = write(&tree, Compression::None, 0, &mut out).unwrap();
     let header = tar::Header::from_byte_slice(&out.kept);
@@ -51,5 +55,8 @@ fn a_file_over_8_gib_keeps_its_size_and_takes_little_memory() {
     assert_eq!(written.files["weights"].size_bytes, SIZE_BYTES);
     assert_eq!(out.total_bytes, archive_bytes(&tree).unwrap());
     let peak_bytes = peak_bytes();
-    assert!(peak_bytes < 100 << 20, "{peak_bytes} bytes of memory were used");
+    assert!(
+        peak_bytes < 100 << 20,
+        "{peak_bytes} bytes of memory were used"
+    );
 }

@@ -108,7 +108,8 @@ fn an_image_comes_back_as_it_was_pushed() {
 #[test]
 fn the_manifest_comes_after_every_blob() {
     let stand_in = StandIn::start();
-    let built = Repository::new().build("image").unwrap();
+    let repository = Repository::new();
+    let built = repository.build("image").unwrap();
     push_built(&client(&stand_in.address, "app:v1"), &built, &options()).unwrap();
     let state = stand_in.state.lock().unwrap();
     let manifest = state
@@ -128,7 +129,8 @@ fn the_manifest_comes_after_every_blob() {
 #[test]
 fn an_upload_that_breaks_goes_on_where_it_stopped() {
     let stand_in = StandIn::start();
-    let built = Repository::new().build("image").unwrap();
+    let repository = Repository::new();
+    let built = repository.build("image").unwrap();
     let total: u64 = built.layers.iter().map(|(_, layer)| layer.size()).sum();
     let client = client(&stand_in.address, "app:v1");
     let mut is_broken = false;
@@ -286,7 +288,8 @@ fn a_manifest_of_another_digest_is_refused() {
 fn only_callers_with_credentials_get_a_token() {
     let stand_in = StandIn::start();
     stand_in.state.lock().unwrap().token = Some("t0ken".to_owned());
-    let built = Repository::new().build("image").unwrap();
+    let repository = Repository::new();
+    let built = repository.build("image").unwrap();
     let reference: Reference = format!("{}/app:v1", stand_in.address).parse().unwrap();
     let message = push_built(
         &Client::new(&reference, None, false, RETRY),
