@@ -458,6 +458,26 @@ mod tests {
     }
 
     #[test]
+    fn a_file_over_8_gib_has_its_size_in_the_header() {
+        // More than the octal digits of the field can say; the top bit marks the base-256 form.
+        let size_bytes = 12 << 30;
+        let header = header(EntryType::Regular, 0o444, size_bytes, 0);
+        assert_eq!(header.as_bytes()[124], 0x80);
+        assert_eq!(header.size().unwrap(), size_bytes);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("weights");
+        File::create(&path).unwrap().set_len(size_bytes).unwrap();
+        let mut tree = Tree::default();
+        let content = Content::Path(path, None);
+        tree.insert("w", Node::File(content, Mode::ReadOnly))
+            .unwrap();
+        assert_eq!(
+            archive_bytes(&tree).unwrap(),
+            size_bytes + 3 * BLOCK_BYTES
+        );
+    }
+
+    #[test]
     fn bytes_do_not_depend_on_time_and_modes_of_the_source() {
         let dir = tempfile::tempdir().unwrap();
         let digest_of = |name: &str, mode: u32, compression: Compression| {
