@@ -402,7 +402,7 @@ impl Assembly<'_> {
 }
 
 /// A time as OCI writes it (RFC 3339, UTC).
-fn created(epoch_s: u64) -> String {
+pub(crate) fn created(epoch_s: u64) -> String {
     let time = i64::try_from(epoch_s)
         .ok()
         .and_then(|it| jiff::Timestamp::from_second(it).ok());

@@ -141,7 +141,7 @@ fn check_package(package: &Package, path: &Path) -> Result<(), Error> {
 }
 
 /// Reads the member `data.tar.*` of a `.deb`.
-fn unpack_package(path: &Path, scratch: &Path) -> Result<Tree, Error> {
+pub(crate) fn unpack_package(path: &Path, scratch: &Path) -> Result<Tree, Error> {
     let read = |source| Error::read("the package", source);
     let file = File::open(path).map_err(read)?;
     let mut archive = ar::Archive::new(file);
@@ -268,7 +268,8 @@ fn add_certificates(debian: &Debian, unpacked: &Tree, tree: &mut Tree) -> Result
     tree.insert(place, Node::File(Content::Bytes(all), Mode::Plain))
 }
 
-fn run(command: &mut Command) -> Result<String, Error> {
+/// Runs a program; returns what it prints.
+pub(crate) fn run(command: &mut Command) -> Result<String, Error> {
     let line = format!("{command:?}");
     let failed = |problem: String| Error::Command {
         command: line.clone(),

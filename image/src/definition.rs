@@ -12,6 +12,7 @@ use outrider_bundle::paths::check_relative;
 use serde::Deserialize;
 
 use crate::Error;
+use crate::tree::is_at_or_below;
 
 /// The schema version this build reads.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -205,6 +206,12 @@ impl Definition {
     /// Files of the runtime and of the app, in this order.
     pub fn files(&self) -> impl Iterator<Item = &FileRule> {
         self.runtime.files.iter().chain(&self.app.files)
+    }
+
+    /// Whether a path of the image belongs to the bundle.
+    pub fn is_in_bundle(&self, path: &str) -> bool {
+        let bundle = self.bundle.as_ref();
+        bundle.is_some_and(|bundle| is_at_or_below(path, &bundle.to))
     }
 
     fn faults(&self) -> Vec<FieldFault> {

@@ -149,6 +149,17 @@ pub enum Error {
     /// A layout doesn't hold what the lock says; all faults.
     #[error("the image is not what the lock says: {}", .0.join("; "))]
     Image(Vec<String>),
+    /// A file can't be used as a key, or a key can't be put there.
+    #[error("key {}: {problem}", path.display())]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// What it is and what is allowed.
+        problem: String,
+    },
+    /// What an image comes with doesn't vouch for it; all faults.
+    #[error("the image is not vouched for: {}", .0.join("; "))]
+    Evidence(Vec<String>),
     /// Something about a registry; the message names it.
     #[error(transparent)]
     Registry(#[from] crate::registry::RegistryError),
@@ -173,6 +184,13 @@ impl Error {
         Self::InFile {
             path: path.to_owned(),
             source: Box::new(self),
+        }
+    }
+
+    pub(crate) fn key(path: &Path, problem: impl Into<String>) -> Self {
+        Self::Key {
+            path: path.to_owned(),
+            problem: problem.into(),
         }
     }
 

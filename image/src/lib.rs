@@ -6,19 +6,25 @@
 //! - [`registry`] pushes layouts and pulls them.
 //!
 //! Nothing here reads the clock, the host name, the user, the locale or the order of a directory.
-//! What belongs to an image without being part of it (bill of materials, provenance, signature) points to the manifest by `subject`: see [`referrer`].
+//! What belongs to an image without being part of it points to the manifest by `subject` (see [`referrer`]): the bill of materials ([`sbom`]), where it comes from
+//! ([`provenance`]), and who vouches for it ([`signature`]); [`evidence`] attaches, signs and checks all three.
 
 pub mod base;
 pub mod build;
+pub mod crates;
 pub mod debian;
 pub mod definition;
 pub mod diff;
 mod error;
+pub mod evidence;
 pub mod layer;
 pub mod layout;
 pub mod lock;
+pub mod provenance;
 pub mod referrer;
 pub mod registry;
+pub mod sbom;
+pub mod signature;
 pub mod tree;
 pub mod verify;
 

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use oci_spec::image::{Descriptor, ImageManifestBuilder, MediaType};
+use oci_spec::image::{Descriptor, ImageManifest, ImageManifestBuilder, MediaType};
 
 use crate::Error;
 use crate::layout::{Image, Layout, canonical_json, of_bytes};
@@ -56,4 +56,40 @@ pub fn attach(layout: &Layout, image: &Image, referrer: &Referrer) -> Result<Des
     ];
     layout.add(&documents, descriptor.clone())?;
     Ok(descriptor)
+}
+
+/// Documents about an image that lie in its layout: the descriptors of their manifests, and the manifests.
+pub fn list(layout: &Layout, image: &Image) -> Result<Vec<(Descriptor, ImageManifest)>, Error> {
+    let mut referrers = Vec::new();
+    for descriptor in layout.index()?.manifests() {
+        if descriptor.artifact_type().is_none() {
+            continue;
+        }
+        let manifest: ImageManifest = layout.json(descriptor)?;
+        if is_about(&manifest, image) {
+            referrers.push((descriptor.clone(), manifest));
+        }
+    }
+    Ok(referrers)
+}
+
+/// Whether a manifest refers to an image.
+pub fn is_about(manifest: &ImageManifest, image: &Image) -> bool {
+    let subject = manifest.subject().as_ref();
+    subject.is_some_and(|subject| subject.digest() == image.descriptor.digest())
+}
+
+/// The document that a manifest attaches, held to its digest.
+pub fn document(layout: &Layout, manifest: &ImageManifest) -> Result<Vec<u8>, Error> {
+    match manifest.layers().as_slice() {
+        [document] => layout.bytes(document),
+        layers => {
+            let problem = format!("attaches {} documents, expected one", layers.len());
+            let kind = manifest.artifact_type().as_ref();
+            Err(Error::entry(
+                kind.map(ToString::to_string).unwrap_or_default(),
+                problem,
+            ))
+        }
+    }
 }

@@ -9,6 +9,7 @@ mod credentials;
 mod pull;
 mod push;
 mod reference;
+mod referrers;
 
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ pub use credentials::{Credentials, DockerConfig};
 pub use pull::pull;
 pub use push::{Outcome, PushOptions, Pushed, push};
 pub use reference::Reference;
+pub use referrers::{pull_referrers, push_referrers};
 
 /// How often something is tried.
 #[derive(Clone, Copy, Debug)]

@@ -42,6 +42,8 @@ pub struct Verified {
     pub files: usize,
     /// Files of the base that weren't, since its packages weren't at hand.
     pub base_files_unchecked: usize,
+    /// Files that no lock can have, since they are built from the same sources; provenance has their digests.
+    pub built: BTreeMap<String, FileEntry>,
 }
 
 /// Checks an image of a layout; an error lists everything that is wrong.
@@ -84,6 +86,7 @@ pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<
         wanted.entry(path).or_insert_with(|| Some(entry.clone()));
     }
     let mut checked = 0;
+    let mut built = BTreeMap::new();
     for (path, wanted) in &wanted {
         match (files.get(*path), wanted) {
             (None, _) => faults.push(format!("{path}: is not in the image")),
@@ -92,7 +95,9 @@ pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<
                 found.size_bytes, found.sha256, wanted.size_bytes, wanted.sha256
             )),
             (Some(_), Some(_)) => checked += 1,
-            (Some(_), None) => {}
+            (Some(found), None) => {
+                built.insert((*path).to_owned(), found.clone());
+            }
         }
     }
     let unknown: Vec<&String> = files
@@ -116,6 +121,7 @@ pub fn verify(layout: &Layout, image: &Image, expected: Expected<'_>) -> Result<
             layers: image.manifest.layers().len(),
             files: checked,
             base_files_unchecked: unknown.len(),
+            built,
         })
     } else {
         Err(Error::Image(faults))
@@ -266,7 +272,7 @@ fn check_config(
 }
 
 /// An image of weights alone has nothing that could be run.
-fn is_weights_only(image: &Image) -> bool {
+pub(crate) fn is_weights_only(image: &Image) -> bool {
     let config = image.config.config().as_ref();
     config.is_none_or(|config| config.entrypoint().is_none())
 }

@@ -152,17 +152,20 @@ impl Client {
         what: &str,
         response: &Response<Body>,
     ) -> Result<String, RegistryError> {
-        match header(response, "location") {
-            Some(location) if location.starts_with('/') => Ok(format!("{}{location}", self.base)),
-            Some(location)
-                if location.starts_with("http://") || location.starts_with("https://") =>
-            {
-                Ok(location)
-            }
-            _ => Err(RegistryError::Answer {
+        self.absolute(what, &header(response, "location").unwrap_or_default())
+    }
+
+    /// An address that the registry gives, made absolute.
+    pub(super) fn absolute(&self, what: &str, address: &str) -> Result<String, RegistryError> {
+        if address.starts_with('/') {
+            Ok(format!("{}{address}", self.base))
+        } else if address.starts_with("http://") || address.starts_with("https://") {
+            Ok(address.to_owned())
+        } else {
+            Err(RegistryError::Answer {
                 what: what.to_owned(),
-                problem: "gives no usable Location".to_owned(),
-            }),
+                problem: format!("gives the address {address:?}, which can't be used"),
+            })
         }
     }
 

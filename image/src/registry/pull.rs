@@ -72,7 +72,11 @@ pub fn pull(client: &Client, output: &Path) -> Result<Layout, Error> {
 }
 
 /// Pulls a blob; a transfer that breaks goes on where it stopped.
-fn pull_blob(client: &Client, layout: &mut Unfinished, blob: &Descriptor) -> Result<(), Error> {
+pub(super) fn pull_blob(
+    client: &Client,
+    layout: &mut Unfinished,
+    blob: &Descriptor,
+) -> Result<(), Error> {
     let mut file = layout.new_blob()?;
     let mut hasher = Hasher::default();
     let mut failed = 0;

@@ -63,10 +63,30 @@ pub fn push(
     options: &PushOptions,
     progress: &mut dyn FnMut(&str, u64, u64),
 ) -> Result<Pushed, Error> {
-    let mut sessions = Sessions::load(options.sessions.as_deref())?;
-    let mut pushed = Vec::new();
     let config = image.manifest.config();
-    for descriptor in image.manifest.layers().iter().chain([config]) {
+    let blobs = image.manifest.layers().iter().chain([config]);
+    let pushed = push_blobs(client, layout, blobs, options, progress)?;
+    let digest = image.descriptor.digest().to_string();
+    let name = client.reference().tag.as_ref().unwrap_or(&digest);
+    put_manifest(client, layout, &image.descriptor, name)?;
+    let reference = client.reference();
+    Ok(Pushed {
+        name: format!("{}/{}@{digest}", reference.registry, reference.repository),
+        blobs: pushed,
+    })
+}
+
+/// Pushes blobs, each once, in their order.
+pub(super) fn push_blobs<'a>(
+    client: &Client,
+    layout: &Layout,
+    blobs: impl Iterator<Item = &'a Descriptor>,
+    options: &PushOptions,
+    progress: &mut dyn FnMut(&str, u64, u64),
+) -> Result<Vec<(String, Outcome)>, Error> {
+    let mut sessions = Sessions::load(options.sessions.as_deref())?;
+    let mut pushed: Vec<(String, Outcome)> = Vec::new();
+    for descriptor in blobs {
         let digest = descriptor.digest().to_string();
         if pushed.iter().any(|(known, _)| *known == digest) {
             continue;
@@ -87,21 +107,19 @@ pub fn push(
         let outcome = blob.push(&mut sessions, progress)?;
         pushed.push((digest, outcome));
     }
-    let digest = put_manifest(client, layout, image)?;
-    let reference = client.reference();
-    Ok(Pushed {
-        name: format!("{}/{}@{digest}", reference.registry, reference.repository),
-        blobs: pushed,
-    })
+    Ok(pushed)
 }
 
-/// Puts the manifest, under its tag when there is one, and reads it back.
-fn put_manifest(client: &Client, layout: &Layout, image: &Image) -> Result<String, Error> {
-    let bytes = layout.bytes(&image.descriptor)?;
-    let digest = image.descriptor.digest().to_string();
-    let media_type = image.descriptor.media_type().to_string();
-    let what = format!("manifest {digest}");
-    let name = client.reference().tag.as_ref().unwrap_or(&digest);
+/// Puts a manifest under a tag or its digest and reads it back; returns whether the registry lists it for its subject (`OCI-Subject`).
+pub(super) fn put_manifest(
+    client: &Client,
+    layout: &Layout,
+    manifest: &Descriptor,
+    name: &str,
+) -> Result<bool, Error> {
+    let bytes = layout.bytes(manifest)?;
+    let media_type = manifest.media_type().to_string();
+    let what = format!("manifest {}", manifest.digest());
     let url = client.url(&format!("manifests/{name}"));
     let body = || {
         Ok((
@@ -109,13 +127,14 @@ fn put_manifest(client: &Client, layout: &Layout, image: &Image) -> Result<Strin
             bytes.len() as u64,
         ))
     };
-    client.send(
+    let answer = client.send(
         &what,
         ("PUT", &url),
         &[("content-type", &media_type)],
         Some(&body),
         &[201],
     )?;
+    let is_listed = header(&answer, "oci-subject").is_some();
     let mut response = client.send(
         &what,
         ("GET", &url),
@@ -133,11 +152,11 @@ fn put_manifest(client: &Client, layout: &Layout, image: &Image) -> Result<Strin
     if read != bytes {
         return Err(Error::Digest {
             what: format!("{what}, read back from {url},"),
-            expected: digest,
+            expected: manifest.digest().to_string(),
             actual: format!("sha256:{}", sha256_hex(&read)),
         });
     }
-    Ok(digest)
+    Ok(is_listed)
 }
 
 /// One blob on its way.

@@ -16,9 +16,13 @@ use outrider_bundle::manifest::{
 };
 use outrider_image::Error;
 use outrider_image::build::{Built, Options, build};
+use outrider_image::crates::Crate;
 use outrider_image::definition::Definition;
+use outrider_image::evidence::{self, Origin};
 use outrider_image::layer::Compression;
 use outrider_image::lock::{Lock, Package};
+use outrider_image::provenance::Source;
+use outrider_image::signature::{PrivateKey, generate};
 use tempfile::TempDir;
 
 /// Bytes of the weights, above the size from which a file has a layer of its own.
@@ -102,20 +106,24 @@ impl Repository {
     ) -> Result<Built, Error> {
         let packages_dir = self.path("packages");
         let output = self.path(output);
-        let mut options = Options {
+        let mut options = self.options(&packages_dir, &output);
+        change(&mut options);
+        build(&options)
+    }
+
+    pub fn options<'a>(&'a self, packages_dir: &'a Path, output: &'a Path) -> Options<'a> {
+        Options {
             definition: &self.definition,
             lock: &self.lock,
             root: self.dir.path(),
-            packages_dir: &packages_dir,
-            output: &output,
+            packages_dir,
+            output,
             epoch_s: 0,
             compression: Compression::Zstd,
             max_layer_bytes: None,
             weights_only: false,
             labels: BTreeMap::new(),
-        };
-        change(&mut options);
-        build(&options)
+        }
     }
 }
 
@@ -245,4 +253,61 @@ fn archive(files: &[(&str, &str)], link: Option<(&str, &str)>) -> Vec<u8> {
         builder.append_link(&mut header, path, target).unwrap();
     }
     builder.into_inner().unwrap()
+}
+
+/// Evidence for the repository, of sources and crates that are made up.
+pub fn add_evidence(repository: &Repository, built: &Built, source: &Source) -> Vec<String> {
+    let packages_dir = repository.path("packages");
+    let output = repository.path("image");
+    let options = repository.options(&packages_dir, &output);
+    let linked = |name: &str, licence: Option<&str>| Crate {
+        name: name.to_owned(),
+        version: "1.0.0+x".to_owned(),
+        licence: licence.map(str::to_owned),
+        sha256: Some(sha256_hex(name.as_bytes())),
+    };
+    let crates = [
+        linked("half", Some("MIT OR Apache-2.0")),
+        linked("odd", None),
+    ];
+    let library = sha256_hex(b"library");
+    let fetched = format!(
+        "schema_version = 1\n[[item]]\nname = \"runtime\"\nversion = \"1.2\"\nlicence = \"MIT\"\n\
+         source.path = {{ path = \".\" }}\n[[item.files]]\nname = \"lib.so\"\nsize_bytes = 7\n\
+         sha256 = \"{library}\"\n"
+    );
+    let items = outrider_bundle::lock::Lock::parse(&fetched).unwrap().items;
+    let origin = Origin {
+        documents: &["server.yaml"],
+        source,
+        crates: &crates,
+        items: &items,
+        builder_id: outrider_image::provenance::BUILDER_ID,
+    };
+    evidence::add(&options, built, &origin).unwrap()
+}
+
+/// A key of its own, in the directory of the repository.
+pub fn key(repository: &Repository, name: &str) -> PrivateKey {
+    let path = repository.path(name);
+    generate(&path, &path.with_extension("pub")).unwrap();
+    PrivateKey::load(&path).unwrap()
+}
+
+/// An image with evidence, signed with a key of its own.
+pub fn vouched(repository: &Repository) -> (Built, PrivateKey) {
+    let built = repository.build("image").unwrap();
+    add_evidence(repository, &built, &source());
+    let key = key(repository, "key");
+    let image = built.layout.image(None).unwrap();
+    evidence::sign(&built.layout, &image, &key).unwrap();
+    (built, key)
+}
+
+pub fn source() -> Source {
+    Source {
+        uri: "https://example.com/outrider".to_owned(),
+        commit: "c".repeat(40),
+        is_modified: false,
+    }
 }

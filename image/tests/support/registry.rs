@@ -26,6 +26,10 @@ pub struct State {
     pub is_read_only: bool,
     /// The connection of the next blob breaks after so many bytes.
     pub break_download_at: Option<usize>,
+    /// What refers to a manifest is listed; without it that is left to whoever pushes.
+    pub lists_referrers: bool,
+    /// The next index under a tag `sha256-…` is lost, as to a second writer.
+    pub loses_index: bool,
     /// Only callers with this token get in; the token is for user `u` with password `p`.
     pub token: Option<String>,
 }
@@ -250,13 +254,25 @@ fn answer(
             },
         };
     }
+    if let Some((repository, digest)) = path.split_once("/referrers/")
+        && state.lists_referrers
+    {
+        return referrers(state, repository, digest, parameter("after"));
+    }
     if let Some((repository, name)) = path.split_once("/manifests/") {
         let key = |name: &str| format!("{repository}/{name}");
         if method == "PUT" {
             let digest = format!("sha256:{}", sha256_hex(&body));
+            if name.starts_with("sha256-") && std::mem::take(&mut state.loses_index) {
+                return plain(201);
+            }
+            let subject = subject(&body).filter(|_| state.lists_referrers);
             state.manifests.insert(key(&digest), body.clone());
             state.manifests.insert(key(name), body);
-            return plain(201);
+            return Answer {
+                headers: subject.map(|it| ("oci-subject", it)).into_iter().collect(),
+                ..plain(201)
+            };
         }
         return match state.manifests.get(&key(name)) {
             Some(body) => Answer {
@@ -267,4 +283,40 @@ fn answer(
         };
     }
     plain(404)
+}
+
+/// What a manifest refers to.
+fn subject(manifest: &[u8]) -> Option<String> {
+    let manifest: serde_json::Value = serde_json::from_slice(manifest).ok()?;
+    Some(manifest["subject"]["digest"].as_str()?.to_owned())
+}
+
+/// What refers to a digest, two manifests a page.
+fn referrers(state: &State, repository: &str, digest: &str, after: Option<&str>) -> Answer {
+    let prefix = format!("{repository}/sha256:");
+    let mut found = state.manifests.iter().filter(|(key, bytes)| {
+        let is_later = after.is_none_or(|after| **key > format!("{prefix}{after}"));
+        key.starts_with(&prefix) && is_later && subject(bytes).as_deref() == Some(digest)
+    });
+    let mut last = "";
+    let mut manifests = Vec::new();
+    for (key, bytes) in found.by_ref().take(2) {
+        last = key.strip_prefix(&prefix).unwrap();
+        manifests.push(serde_json::json!({
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "digest": format!("sha256:{last}"),
+            "size": bytes.len(),
+        }));
+    }
+    let next = format!("</v2/{repository}/referrers/{digest}?after={last}>; rel=\"next\"");
+    let index = serde_json::json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.index.v1+json",
+        "manifests": manifests,
+    });
+    Answer {
+        headers: found.next().map(|_| ("link", next)).into_iter().collect(),
+        body: index.to_string().into_bytes(),
+        ..plain(200)
+    }
 }
