@@ -471,10 +471,7 @@ mod tests {
         let content = Content::Path(path, None);
         tree.insert("w", Node::File(content, Mode::ReadOnly))
             .unwrap();
-        assert_eq!(
-            archive_bytes(&tree).unwrap(),
-            size_bytes + 3 * BLOCK_BYTES
-        );
+        assert_eq!(archive_bytes(&tree).unwrap(), size_bytes + 3 * BLOCK_BYTES);
     }
 
     #[test]
