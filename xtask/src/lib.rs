@@ -25,6 +25,7 @@ pub mod prompts;
 pub mod python;
 pub mod random;
 pub mod reference;
+pub mod rollout;
 pub mod serve;
 pub mod server_process;
 pub mod session;

@@ -11,7 +11,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bench, bundle, export, fetch, fuzz, measure, preflight, serve, soak, test};
+use xtask::{bench, bundle, export, fetch, fuzz, measure, preflight, rollout, serve, soak, test};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -33,6 +33,8 @@ enum Task {
     Serve(serve::Args),
     /// Say whether a server will run here before it is started
     Preflight(preflight::Args),
+    /// Bring a new version from no traffic to all of it, and back when something is wrong
+    Rollout(rollout::Args),
     /// Run every test, with all it needs
     Test(test::Args),
     /// Feed what reads outside bytes with inputs that are made up
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         Task::Export(args) => export::run(args).map(|()| ExitCode::SUCCESS),
         Task::Serve(args) => serve::run(args),
         Task::Preflight(args) => preflight::run(args),
+        Task::Rollout(args) => rollout::run(args),
         Task::Test(args) => test::run(args),
         Task::Fuzz(args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         Task::Measure(args) => measure::run(args).map(|()| ExitCode::SUCCESS),
