@@ -8,10 +8,10 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 
+use crate::clock;
 use crate::gateway;
 use crate::machine::{Command, Input, Phase, State};
 use crate::metric::{self, Metric};
@@ -141,7 +141,7 @@ fn start(plan: &std::path::Path, folder: &Folder) -> anyhow::Result<ExitCode> {
             folder.state.display()
         );
     };
-    store.begin(&plan, &State::new(&plan, now().as_millis() as u64))?;
+    store.begin(&plan, &State::new(&plan, clock::now_ms()))?;
     carry_on(&store, lock)
 }
 
@@ -176,7 +176,7 @@ fn ask(folder: &Folder, command: Command) -> anyhow::Result<ExitCode> {
         return Ok(code(&state));
     }
     let request = Request {
-        id: now().as_nanos() as u64,
+        id: clock::since_1970().as_nanos() as u64,
         command,
     };
     let Some(lock) = store.lock()? else {
@@ -192,7 +192,7 @@ fn ask(folder: &Folder, command: Command) -> anyhow::Result<ExitCode> {
     for request in earlier.into_iter().chain([request]) {
         let input = Input::Request(request.id, request.command);
         let is_new = request.id != state.last_request;
-        if let Some(next) = state.next(&plan, input, now().as_millis() as u64)
+        if let Some(next) = state.next(&plan, input, clock::now_ms())
             && is_new
         {
             store.save(&next)?;
@@ -238,9 +238,4 @@ fn code(state: &State) -> ExitCode {
         Phase::RolledBack => ExitCode::from(1),
         _ => ExitCode::from(COULD_NOT_RUN),
     }
-}
-
-fn now() -> std::time::Duration {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.unwrap_or_default()
 }

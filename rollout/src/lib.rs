@@ -4,6 +4,7 @@
 //! The crate links neither the server nor ONNX Runtime: it moves any service that [`metric`]'s figures are measured of.
 
 pub mod cli;
+pub mod clock;
 pub mod gates;
 pub mod gateway;
 pub mod machine;

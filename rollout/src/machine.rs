@@ -68,7 +68,7 @@ pub struct State {
     pub paused: bool,
     /// Whether drafting was switched off on the canary after a failed gate.
     pub speculation_off: bool,
-    /// Stable's figures at the last step that passed while it had callers: what the step without any compares with.
+    /// Stable's figures at the first step that passed, while it had nearly all callers: what the step in which it has none compares with.
     pub stable_figures: BTreeMap<String, f64>,
     /// Why it rolls back.
     pub cause: Option<String>,
@@ -331,7 +331,7 @@ impl State {
             end => end,
         };
         let mut next = self.clone();
-        if !finding.stable_figures.is_empty() {
+        if next.stable_figures.is_empty() {
             next.stable_figures = finding.stable_figures.clone();
         }
         next.entered(plan, phase, finding, now_ms)
@@ -414,5 +414,191 @@ impl State {
             evidence,
         };
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BAKE_MS: u64 = 10_000;
+
+    fn plan(on_failure: &str) -> Plan {
+        let text = format!(
+            "rollout_version: 1
+id: machine
+stable: {{ endpoint: 'http://s', admin: 'http://sa', digest: {digest} }}
+canary: {{ endpoint: 'http://c', admin: 'http://ca', digest: {digest} }}
+gateway: {{ haproxy: {{ address: 'http://g', socket: s, map: m }} }}
+prometheus: http://p
+steps: [5, 50, 100]
+bake_s: 10
+on_failure: {on_failure}
+gates: [{{ metric: restarts, max: 0 }}]
+",
+            digest = "a".repeat(64)
+        );
+        Plan::parse(&text, PathBuf::from("/")).unwrap()
+    }
+
+    fn finding(verdict: Verdict) -> Input {
+        Input::Finding(Finding::new(verdict, "seen", Value::Null))
+    }
+
+    fn doubted_draft() -> Input {
+        let mut finding = Finding::new(Verdict::Fail, "slow", Value::Null);
+        finding.drafting_may_be_why = true;
+        Input::Finding(finding)
+    }
+
+    /// A rollout whose step of this index is confirmed at 0 ms.
+    fn at_step(plan: &Plan, index: usize) -> State {
+        let mut state = State::new(plan, 0);
+        state.phase = Phase::Step(index);
+        state.gateway_moved = true;
+        state.next(plan, Input::Confirmed, 0).unwrap()
+    }
+
+    #[test]
+    fn a_step_ends_only_after_its_bake_time_and_only_by_a_pass() {
+        let plan = plan("roll_back");
+        let state = at_step(&plan, 0);
+        assert_eq!(state.next(&plan, finding(Verdict::Pass), BAKE_MS - 1), None);
+        assert_eq!(
+            state.next(&plan, finding(Verdict::Inconclusive), BAKE_MS - 1),
+            None
+        );
+        let next = state.next(&plan, finding(Verdict::Pass), BAKE_MS).unwrap();
+        assert_eq!(
+            (next.phase, next.percent(&plan)),
+            (Phase::Step(1), Some(50))
+        );
+        assert_eq!(next.confirmed_ms, None);
+        // Before the gateway confirms there is no bake time that could be over.
+        assert_eq!(next.next(&plan, finding(Verdict::Pass), 10 * BAKE_MS), None);
+        let failed = state.next(&plan, finding(Verdict::Fail), 1).unwrap();
+        assert_eq!(
+            (failed.phase, failed.percent(&plan)),
+            (Phase::RollBack, Some(0))
+        );
+        let last = at_step(&plan, 2).next(&plan, finding(Verdict::Pass), BAKE_MS);
+        assert_eq!(last.unwrap().phase, Phase::Retire);
+    }
+
+    #[test]
+    fn the_third_inconclusive_look_in_a_row_rolls_back_and_each_before_it_waits_a_bake_time() {
+        let plan = plan("roll_back");
+        let mut state = at_step(&plan, 1);
+        for count in 1..MOST_INCONCLUSIVE {
+            let now_ms = u64::from(count) * BAKE_MS;
+            assert_eq!(
+                state.next(&plan, finding(Verdict::Inconclusive), now_ms - 1),
+                None
+            );
+            state = state
+                .next(&plan, finding(Verdict::Inconclusive), now_ms)
+                .unwrap();
+            assert_eq!((state.phase, state.inconclusive), (Phase::Step(1), count));
+        }
+        let passed = state
+            .next(&plan, finding(Verdict::Pass), 3 * BAKE_MS)
+            .unwrap();
+        assert_eq!((passed.phase, passed.inconclusive), (Phase::Step(2), 0));
+        let third = state
+            .next(&plan, finding(Verdict::Inconclusive), 3 * BAKE_MS)
+            .unwrap();
+        assert_eq!(third.phase, Phase::RollBack);
+        assert!(third.cause.unwrap().contains("3 inconclusive"));
+    }
+
+    #[test]
+    fn what_goes_wrong_before_the_first_step_leaves_the_gateway_alone() {
+        let plan = plan("roll_back");
+        for phase in [Phase::Preflight, Phase::Start, Phase::Smoke, Phase::Verify] {
+            let mut state = State::new(&plan, 0);
+            state.phase = phase;
+            let failed = state.next(&plan, finding(Verdict::Fail), 1).unwrap();
+            assert_eq!(
+                (failed.phase, failed.percent(&plan)),
+                (Phase::RollBack, None)
+            );
+            assert_eq!(failed.cause.as_deref(), Some("seen"));
+        }
+    }
+
+    #[test]
+    fn drafting_is_switched_off_once_and_only_for_what_it_may_cause() {
+        let switching = plan("speculation_off_first");
+        let state = at_step(&switching, 1);
+        let off = state.next(&switching, doubted_draft(), 4000).unwrap();
+        assert_eq!((off.phase, off.speculation_off), (Phase::Step(1), true));
+        assert_eq!(
+            (off.window_from_ms, off.bake_until_ms),
+            (4000, 4000 + BAKE_MS)
+        );
+        let again = off.next(&switching, doubted_draft(), 5000).unwrap();
+        assert_eq!(again.phase, Phase::RollBack);
+        let dead = state
+            .next(&switching, finding(Verdict::Fail), 4000)
+            .unwrap();
+        assert_eq!(dead.phase, Phase::RollBack);
+        let strict = plan("roll_back");
+        let failed = at_step(&strict, 1)
+            .next(&strict, doubted_draft(), 4000)
+            .unwrap();
+        assert_eq!(failed.phase, Phase::RollBack);
+    }
+
+    #[test]
+    fn the_figures_of_the_first_step_that_passed_are_kept() {
+        let plan = plan("roll_back");
+        let pass = |value: f64| {
+            let mut finding = Finding::new(Verdict::Pass, "seen", Value::Null);
+            finding.stable_figures = BTreeMap::from([("memory_bytes".to_owned(), value)]);
+            Input::Finding(finding)
+        };
+        let second = at_step(&plan, 0).next(&plan, pass(1.0), BAKE_MS).unwrap();
+        let second = second.next(&plan, Input::Confirmed, BAKE_MS).unwrap();
+        let third = second.next(&plan, pass(2.0), 2 * BAKE_MS).unwrap();
+        assert_eq!(third.stable_figures["memory_bytes"], 1.0);
+    }
+
+    #[test]
+    fn operators_pause_promote_and_abort_where_that_can_be_done_and_are_refused_elsewhere() {
+        let plan = plan("roll_back");
+        let ask = |state: &State, command| {
+            let next = state.next(&plan, Input::Request(7, command), 1).unwrap();
+            assert_eq!(next.last_request, 7);
+            next
+        };
+        let step = at_step(&plan, 0);
+        let paused = ask(&step, Command::Pause);
+        assert_eq!(paused.next(&plan, finding(Verdict::Pass), BAKE_MS), None);
+        assert_eq!(
+            paused.next(&plan, finding(Verdict::Inconclusive), BAKE_MS),
+            None
+        );
+        let failed = paused.next(&plan, finding(Verdict::Fail), BAKE_MS).unwrap();
+        assert_eq!(failed.phase, Phase::RollBack);
+        let resumed = ask(&paused, Command::Resume);
+        let passed = resumed.next(&plan, finding(Verdict::Pass), BAKE_MS);
+        assert_eq!(passed.unwrap().phase, Phase::Step(1));
+        assert_eq!(ask(&step, Command::Promote).phase, Phase::Step(1));
+        assert_eq!(ask(&step, Command::Abort).phase, Phase::RollBack);
+        for (phase, command) in [
+            (Phase::Verify, Command::Promote),
+            (Phase::Retire, Command::Abort),
+            (Phase::RollBack, Command::Abort),
+            (Phase::RollBack, Command::Promote),
+            (Phase::Complete, Command::Pause),
+        ] {
+            let mut state = at_step(&plan, 0);
+            state.phase = phase;
+            let refused = ask(&state, command);
+            assert_eq!(
+                (refused.phase, refused.record.event),
+                (phase, Event::Refused)
+            );
+        }
     }
 }

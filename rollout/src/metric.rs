@@ -14,19 +14,52 @@ pub struct Metric {
     pub query: &'static str,
 }
 
-/// Requests for answers that ended in the window.
-pub const SAMPLES: &str = "sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))";
-
-/// An error that never happened has no series: 0 of the requests stands for it, so that without requests there is no figure at all.
-macro_rules! share_of_errors {
-    ($codes:literal) => {
+/// By how much counters grew in the window. `increase` takes the first value that it sees for the beginning, so of a series that is not there
+/// when the window begins, such as an error that never happened before, all is counted.
+macro_rules! grown {
+    ($counter:expr) => {
         concat!(
-            "(sum(increase(outrider_http_errors_total{job=\"outrider\",version=\"{version}\",code=~\"",
-            $codes,
-            "\"}[{window}])) or 0 * sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))) / sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))"
+            "sum((",
+            $counter,
+            " unless ",
+            $counter,
+            " offset {window}) or increase(",
+            $counter,
+            "[{window}]))"
         )
     };
 }
+
+macro_rules! requests {
+    ($labels:literal) => {
+        concat!(
+            "outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"",
+            $labels,
+            "}"
+        )
+    };
+}
+
+/// What never happened has no series: 0 of the requests stands for it, so that without requests there is no figure at all.
+macro_rules! share_of_requests {
+    ($counter:expr) => {
+        concat!(
+            "(",
+            grown!($counter),
+            " or 0 * ",
+            grown!(requests!("")),
+            ") / ",
+            grown!(requests!(""))
+        )
+    };
+}
+
+/// Requests that ended in the window, as the servers or HAProxy counted them, whichever is more: a server that is gone counts nothing.
+pub const SAMPLES: &str = concat!(
+    "max(",
+    grown!(requests!("")),
+    " or label_replace(sum(increase(haproxy_backend_http_responses_total{proxy=\"{version}\"}[{window}])), \"seen_by\", \"gateway\", \"\", \"\"))"
+);
 
 macro_rules! p95 {
     ($name:literal) => {
@@ -55,19 +88,21 @@ pub const METRICS: [Metric; 12] = [
     Metric {
         name: "error_ratio",
         meaning: "faults of the server, also in mid-stream, for each request",
-        query: share_of_errors!(
-            "internal_error|non_finite_logits|engine_error|engine_stopped|deadline_exceeded"
+        query: share_of_requests!(
+            "outrider_http_errors_total{job=\"outrider\",version=\"{version}\",code=~\"internal_error|non_finite_logits|engine_error|engine_stopped|deadline_exceeded\"}"
         ),
     },
     Metric {
         name: "turned_away_ratio",
         meaning: "answers 429 and 503 for each request",
-        query: "(sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\",status=~\"429|503\"}[{window}])) or 0 * sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))) / sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))",
+        query: share_of_requests!(requests!(",status=~\"429|503\"")),
     },
     Metric {
         name: "truncated_ratio",
         meaning: "completions that the server ended early by its own fault, for each request",
-        query: "(sum(increase(outrider_completions_failed_total{job=\"outrider\",version=\"{version}\",cause=~\"deadline_exceeded|non_finite_logits|step_failed|stopped\"}[{window}])) or 0 * sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))) / sum(increase(outrider_http_requests_total{job=\"outrider\",version=\"{version}\",route=~\"/v1/(chat/)?completions\"}[{window}]))",
+        query: share_of_requests!(
+            "outrider_completions_failed_total{job=\"outrider\",version=\"{version}\",cause=~\"deadline_exceeded|non_finite_logits|step_failed|stopped\"}"
+        ),
     },
     Metric {
         name: "gateway_error_ratio",

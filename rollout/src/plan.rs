@@ -330,6 +330,11 @@ impl Plan {
             let allowed = "percentages from 1, each greater than the one before, the last 100";
             fault("steps", &self.steps, allowed);
         }
+        if self.steps.len() == 1 && self.gates.iter().any(Gate::compares) {
+            let allowed =
+                "at least two steps where a gate compares: at 100 % stable has no figures";
+            fault("steps", &self.steps, allowed);
+        }
         for (key, value, most) in [
             ("ready_s", self.ready_s, 86_400),
             ("bake_s", self.bake_s, 604_800),
@@ -395,4 +400,105 @@ fn is_url(text: &str) -> bool {
         .strip_prefix("http://")
         .or_else(|| text.strip_prefix("https://"));
     rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(char::is_whitespace))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shipped() -> String {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/rollout/plan.yaml");
+        fs::read_to_string(file).unwrap()
+    }
+
+    fn parse(text: &str) -> anyhow::Result<Plan> {
+        Plan::parse(text, PathBuf::from("/"))
+    }
+
+    #[test]
+    fn the_shipped_plan_shows_every_default_and_reads_back_from_what_is_kept_of_it() {
+        let plan = parse(&shipped()).unwrap();
+        let needed = [
+            "rollout_version:",
+            "id:",
+            "stable:",
+            "canary:",
+            "gateway:",
+            "prometheus:",
+            "gates:",
+        ];
+        let mut keeps = false;
+        let mut least = String::new();
+        for line in shipped().lines() {
+            if line.starts_with(|first: char| first.is_ascii_lowercase()) {
+                keeps = needed.iter().any(|key| line.starts_with(key));
+            }
+            if keeps {
+                least += line;
+                least.push('\n');
+            }
+        }
+        let mut least = parse(&least).unwrap();
+        assert!(plan.verify.is_some() && least.verify.is_none());
+        least.verify = plan.verify.clone();
+        assert_eq!(least, plan);
+        assert_eq!(parse(&serde_yaml::to_string(&plan).unwrap()).unwrap(), plan);
+    }
+
+    #[test]
+    fn everything_that_is_wrong_is_said_at_once_with_its_key() {
+        for (from, to, key) in [
+            (
+                "rollout_version: 1",
+                "rollout_version: 2",
+                "rollout_version",
+            ),
+            ("id: example", "id: Example", "id: "),
+            (
+                "http://127.0.0.1:8090\n  admin",
+                "http://127.0.0.1:8080\n  admin",
+                "canary.endpoint",
+            ),
+            (
+                "http://127.0.0.1:8091\n",
+                "127.0.0.1:8091\n",
+                "canary.admin",
+            ),
+            ("digest: 7a1d", "digest: 7A1D", "stable.digest"),
+            ("stop: null\n\n", "stop: []\n\n", "canary.stop"),
+            ("[1, 5, 25, 50, 100]", "[5, 1, 100]", "steps"),
+            ("[1, 5, 25, 50, 100]", "[1, 50]", "steps"),
+            ("[1, 5, 25, 50, 100]", "[0, 100]", "steps"),
+            ("[1, 5, 25, 50, 100]", "[100]", "steps"),
+            ("bake_s: 900", "bake_s: 0", "bake_s"),
+            ("min_samples: 200", "min_samples: 0", "min_samples"),
+            ("metric: restarts", "metric: restart", "gates[8].metric"),
+            ("restarts, max: 0", "restarts", "gates[8]"),
+            ("restarts, max: 0", "restarts, max: -1", "gates[8].max"),
+            ("restarts, max: 0", "restarts, max: .nan", "gates[8].max"),
+            (
+                "restarts, max: 0",
+                "own, query: up, max: 0",
+                "gates[8].query",
+            ),
+            (
+                "restarts, max: 0",
+                "restarts, query: 'up{version=\"{version}\"}', max: 0",
+                "gates[8].metric",
+            ),
+            ("haproxy:", "nginx:", "program"),
+            ("check_s: 30", "chek_s: 30", "chek_s"),
+        ] {
+            let text = shipped();
+            assert!(text.contains(from), "{from}");
+            let wrong = text.replacen(from, to, 1);
+            let error = format!("{:#}", parse(&wrong).expect_err(to));
+            assert!(error.contains(key) || key == "program", "{to}: {error}");
+        }
+        let two = shipped()
+            .replace("bake_s: 900", "bake_s: 0")
+            .replace("drain_s: 620", "drain_s: 0");
+        let error = format!("{:#}", parse(&two).unwrap_err());
+        assert_eq!(error.lines().count(), 2, "{error}");
+    }
 }

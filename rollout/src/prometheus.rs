@@ -117,3 +117,39 @@ pub fn parse(text: &str) -> anyhow::Result<Answer> {
         Answer::NotANumber
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vector(values: &[&str]) -> String {
+        let series = values.iter();
+        let series: Vec<_> = series
+            .map(|value| format!(r#"{{"metric":{{}},"value":[1.5,"{value}"]}}"#))
+            .collect();
+        format!(
+            r#"{{"status":"success","data":{{"resultType":"vector","result":[{}]}}}}"#,
+            series.join(",")
+        )
+    }
+
+    #[test]
+    fn one_finite_number_is_a_figure_and_nothing_else_is() {
+        assert_eq!(parse(&vector(&["0.5"])).unwrap(), Answer::Value(0.5));
+        assert_eq!(parse(&vector(&[])).unwrap(), Answer::Absent);
+        for odd in ["NaN", "+Inf", "-Inf"] {
+            assert_eq!(parse(&vector(&[odd])).unwrap(), Answer::NotANumber, "{odd}");
+        }
+        let scalar = r#"{"status":"success","data":{"resultType":"scalar","result":[1,"7"]}}"#;
+        assert_eq!(parse(scalar).unwrap(), Answer::Value(7.0));
+        for wrong in [
+            vector(&["1", "2"]),
+            vector(&["one"]),
+            r#"{"status":"error","error":"parse error"}"#.to_owned(),
+            r#"{"status":"success","data":{"resultType":"matrix","result":[]}}"#.to_owned(),
+            "<html>".to_owned(),
+        ] {
+            assert!(parse(&wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -4,13 +4,14 @@ use std::fs;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
+use crate::clock;
 use crate::gates::{self, Window};
 use crate::gateway::{self, Gateway};
 use crate::machine::{self, Finding, Phase, State, Verdict};
@@ -115,69 +116,71 @@ impl<'a> Real<'a> {
         }
     }
 
-    fn must_succeed(&self, name: &str, command: Option<&Vec<String>>) -> Result<String, Finding> {
+    /// Runs a command of the plan that passes by succeeding; one that the plan leaves out passes too.
+    fn must_succeed(&self, name: &str, command: Option<&Vec<String>>) -> Finding {
         let Some(command) = command else {
-            return Ok(format!("no {name} command"));
+            return pass(format!("no {name} command"));
         };
         let text = command.join(" ");
         match self.command(command) {
-            Ok(Some(status)) if status.success() => Ok(format!("{text}: {status}")),
+            Ok(Some(status)) if status.success() => pass(format!("{text}: {status}")),
             Ok(Some(status)) => {
                 let detail = format!("{name} failed: {text}: {status}");
-                Err(Finding::new(Verdict::Fail, detail, json!(status.code())))
+                Finding::new(Verdict::Fail, detail, json!(status.code()))
             }
-            Ok(None) => Err(aborted(name)),
-            Err(error) => {
-                let detail = format!("{name} failed: {error:#}");
-                Err(Finding::new(Verdict::Fail, detail, Value::Null))
-            }
+            Ok(None) => aborted(name),
+            Err(error) => fail(format!("{name} failed: {error:#}")),
         }
     }
 
-    fn preflight(&self) -> Result<Finding, Finding> {
-        let percent = self.gateway.percent();
-        let percent = percent.map_err(|error| fail(format!("the gateway: {error:#}")))?;
-        if percent != Some(0) {
-            let found = percent.map_or("no clear share".to_owned(), |percent| {
-                format!("{percent} %")
-            });
-            return Err(fail(format!(
-                "the gateway gives the canary {found}, and must give it 0 % before a rollout"
-            )));
+    fn preflight(&self) -> Finding {
+        match self.gateway.percent() {
+            Err(error) => return fail(format!("the gateway: {error:#}")),
+            Ok(Some(0)) => {}
+            Ok(found) => {
+                let found = found.map_or("no clear share".to_owned(), |percent| {
+                    format!("{percent} %")
+                });
+                return fail(format!(
+                    "the gateway gives the canary {found}, and must give it 0 % before a rollout"
+                ));
+            }
         }
         if let Some(fault) = self.fault(&self.plan.stable) {
-            return Err(fail(format!("stable: {fault}")));
+            return fail(format!("stable: {fault}"));
         }
-        let detail = self.must_succeed("preflight", self.plan.preflight.as_ref())?;
-        Ok(Finding::new(Verdict::Pass, detail, Value::Null))
+        self.must_succeed("preflight", self.plan.preflight.as_ref())
     }
 
-    fn start(&self) -> Result<Finding, Finding> {
+    fn start(&self) -> Finding {
         let canary = &self.plan.canary;
-        let Some(mut fault) = self.fault(canary) else {
-            let detail = "the canary is ready with the bundle of the plan";
-            return Ok(Finding::new(Verdict::Pass, detail, json!(canary.digest)));
+        let ready = |how: &str| {
+            let detail = format!("the canary {how}ready with the bundle of the plan");
+            Finding::new(Verdict::Pass, detail, json!(canary.digest))
         };
-        self.must_succeed("start", canary.start.as_ref())?;
+        let Some(mut fault) = self.fault(canary) else {
+            return ready("is ");
+        };
+        let started = self.must_succeed("start", canary.start.as_ref());
+        if started.verdict != Verdict::Pass {
+            return started;
+        }
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(self.plan.ready_s) {
             let request = self.store.request().ok().flatten();
             if request.is_some_and(|request| request.command == machine::Command::Abort) {
-                return Err(aborted("start"));
+                return aborted("start");
             }
             match self.fault(canary) {
-                None => {
-                    let detail = "the canary was started and is ready with the bundle of the plan";
-                    return Ok(Finding::new(Verdict::Pass, detail, json!(canary.digest)));
-                }
+                None => return ready("was started and is "),
                 Some(now) => fault = now,
             }
             thread::sleep(POLL);
         }
-        Err(fail(format!(
+        fail(format!(
             "the canary is not ready after {} s: {fault}",
             self.plan.ready_s
-        )))
+        ))
     }
 
     /// One completion on the forced road.
@@ -258,10 +261,9 @@ impl<'a> Real<'a> {
 
     /// Waits until a version has no answer left to give, then stops it.
     fn stop(&self, version: &Version, name: &str, since_ms: u64) -> Finding {
-        let until =
-            UNIX_EPOCH + Duration::from_millis(since_ms) + Duration::from_secs(self.plan.drain_s);
+        let until_ms = since_ms + self.plan.drain_s * 1000;
         let mut left = None;
-        while SystemTime::now() < until {
+        while clock::now_ms() < until_ms {
             match self.in_flight(version) {
                 Ok(0) => {
                     left = Some(Ok(0));
@@ -284,15 +286,9 @@ impl<'a> Real<'a> {
             Some(Err(error)) => format!("{name} can't be asked for its requests: {error}"),
             None => format!("the drain time of {name} is over"),
         };
-        match self.must_succeed("stop", version.stop.as_ref()) {
-            Ok(stopped) => {
-                Finding::new(Verdict::Pass, format!("{drained}; {stopped}"), Value::Null)
-            }
-            Err(mut finding) => {
-                finding.detail = format!("{drained}; {}", finding.detail);
-                finding
-            }
-        }
+        let mut stopped = self.must_succeed("stop", version.stop.as_ref());
+        stopped.detail = format!("{drained}; {}", stopped.detail);
+        stopped
     }
 
     fn in_flight(&self, version: &Version) -> anyhow::Result<u64> {
@@ -310,8 +306,7 @@ impl<'a> Real<'a> {
 
 impl World for Real<'_> {
     fn now_ms(&mut self) -> u64 {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH);
-        since.map_or(0, |since| since.as_millis() as u64)
+        clock::now_ms()
     }
 
     fn wait(&mut self, ms: u64) {
@@ -358,8 +353,8 @@ impl World for Real<'_> {
 
     fn perform(&mut self, state: &State) -> Finding {
         match state.phase {
-            Phase::Preflight => self.preflight().unwrap_or_else(|finding| finding),
-            Phase::Start => self.start().unwrap_or_else(|finding| finding),
+            Phase::Preflight => self.preflight(),
+            Phase::Start => self.start(),
             Phase::Smoke => self
                 .smoke()
                 .unwrap_or_else(|error| fail(format!("smoke: {error:#}"))),
@@ -389,6 +384,10 @@ impl World for Real<'_> {
     fn tell(&mut self, text: &str) {
         crate::cli::tell(text);
     }
+}
+
+fn pass(detail: String) -> Finding {
+    Finding::new(Verdict::Pass, detail, Value::Null)
 }
 
 fn fail(detail: String) -> Finding {

@@ -53,12 +53,12 @@ pub fn run(plan: &Plan, state: State, world: &mut impl World) -> anyhow::Result<
     let mut runner = Runner { plan, world, state };
     // A crash may have come between the state and the journal.
     runner.world.save(&runner.state)?;
-    runner.to_the_end()?;
+    runner.carry_on()?;
     Ok(runner.state)
 }
 
 impl<W: World> Runner<'_, W> {
-    fn to_the_end(&mut self) -> anyhow::Result<()> {
+    fn carry_on(&mut self) -> anyhow::Result<()> {
         // Nothing is known of the gateway yet: files may say what the process behind them does not.
         let mut set_percent = None;
         let mut speculation_is_off = false;
@@ -114,6 +114,10 @@ impl<W: World> Runner<'_, W> {
                 } else {
                     let finding = self.world.perform(&self.state);
                     let in_doubt = finding.verdict == Verdict::Inconclusive;
+                    // What an operator's request cut short proves nothing.
+                    if in_doubt && self.carry_out_request()? {
+                        continue;
+                    }
                     self.decide(finding)?;
                     if in_doubt {
                         self.world.wait(TICK_MS);
