@@ -145,13 +145,10 @@ pub struct Kubernetes {
     pub namespace: String,
     /// Name of the route.
     pub route: String,
-    /// Index of the rule that has both services.
-    #[serde(default)]
-    pub rule: usize,
-    /// Name of the stable service in it.
+    /// Name of the stable service; one rule of the route has both.
     #[serde(default = "stable_service")]
     pub stable_service: String,
-    /// Name of the canary service in it.
+    /// Name of the canary service.
     #[serde(default = "canary_service")]
     pub canary_service: String,
 }
@@ -225,7 +222,7 @@ fn kubectl() -> Vec<String> {
     vec!["kubectl".to_owned()]
 }
 fn stable_service() -> String {
-    "outrider-stable".to_owned()
+    "outrider".to_owned()
 }
 fn canary_service() -> String {
     "outrider-canary".to_owned()
@@ -486,14 +483,14 @@ mod tests {
                 "restarts, query: 'up{version=\"{version}\"}', max: 0",
                 "gates[8].metric",
             ),
-            ("haproxy:", "nginx:", "program"),
+            ("haproxy:", "nginx:", "socket"),
             ("check_s: 30", "chek_s: 30", "chek_s"),
         ] {
             let text = shipped();
             assert!(text.contains(from), "{from}");
             let wrong = text.replacen(from, to, 1);
             let error = format!("{:#}", parse(&wrong).expect_err(to));
-            assert!(error.contains(key) || key == "program", "{to}: {error}");
+            assert!(error.contains(key), "{to}: {error}");
         }
         let two = shipped()
             .replace("bake_s: 900", "bake_s: 0")

@@ -10,6 +10,14 @@ use serde_json::{Value, json};
 use super::Gateway;
 use crate::plan::Kubernetes;
 
+/// Where both services are in a route, and their weights, stable's first.
+struct Backends {
+    rule: usize,
+    stable: usize,
+    canary: usize,
+    weights: (u64, u64),
+}
+
 /// A route.
 #[derive(Clone, Debug)]
 pub struct Route {
@@ -45,49 +53,77 @@ impl Route {
         self.kubectl(&["get", "httproute", &self.settings.route])
     }
 
-    /// Index and weight of the stable and the canary service.
-    fn services(&self, route: &Value) -> anyhow::Result<[(usize, u64); 2]> {
+    /// The rule that has both services, and where they are in it.
+    fn backends(&self, route: &Value) -> anyhow::Result<Backends> {
         let settings = &self.settings;
-        let pointer = format!("/spec/rules/{}/backendRefs", settings.rule);
-        let services = route.pointer(&pointer).and_then(Value::as_array);
-        let services =
-            services.with_context(|| format!("route {} has no {pointer}", settings.route))?;
-        let find = |name: &str| {
-            let index = services.iter().position(|service| service["name"] == name);
-            let index = index
-                .with_context(|| format!("route {}: no {name} in {pointer}", settings.route))?;
+        let rules = route.pointer("/spec/rules").and_then(Value::as_array);
+        let rules = rules.with_context(|| format!("route {} has no rules", settings.route))?;
+        let mut found = None;
+        for (rule, content) in rules.iter().enumerate() {
+            let services = content["backendRefs"].as_array();
+            let services = services.map_or(&[][..], Vec::as_slice);
+            let find = |name: &str| services.iter().position(|service| service["name"] == name);
+            let both = (
+                find(&settings.stable_service),
+                find(&settings.canary_service),
+            );
+            let (Some(stable), Some(canary)) = both else {
+                continue;
+            };
+            if found.is_some() {
+                bail!(
+                    "route {}: more than one rule has both {} and {}",
+                    settings.route,
+                    settings.stable_service,
+                    settings.canary_service
+                );
+            }
             // The interface's own default.
-            let weight = services[index].get("weight").map_or(Some(1), Value::as_u64);
-            anyhow::Ok((index, weight.context("a weight is no whole number")?))
-        };
-        Ok([
-            find(&settings.stable_service)?,
-            find(&settings.canary_service)?,
-        ])
+            let weight =
+                |index: usize| services[index].get("weight").map_or(Some(1), Value::as_u64);
+            let weights = weight(stable).zip(weight(canary));
+            found = Some(Backends {
+                rule,
+                stable,
+                canary,
+                weights: weights.context("a weight is no whole number")?,
+            });
+        }
+        found.with_context(|| {
+            format!(
+                "route {}: no rule has both {} and {}",
+                settings.route, settings.stable_service, settings.canary_service
+            )
+        })
     }
 
-    fn patch(&self, [stable, canary]: [usize; 2], percent: u8) -> Value {
-        let weight = |index: usize, weight: u8| {
-            let path = format!(
-                "/spec/rules/{}/backendRefs/{index}/weight",
-                self.settings.rule
-            );
-            json!({ "op": "add", "path": path, "value": weight })
+    /// One change of both weights, which the cluster refuses when the services have changed places meanwhile.
+    fn patch(&self, backends: &Backends, percent: u8) -> Value {
+        let operation = |op: &str, index: usize, field: &str, value: Value| {
+            let rule = backends.rule;
+            let path = format!("/spec/rules/{rule}/backendRefs/{index}/{field}");
+            json!({ "op": op, "path": path, "value": value })
         };
-        json!([weight(stable, 100 - percent), weight(canary, percent)])
+        let Backends { stable, canary, .. } = *backends;
+        json!([
+            operation("test", stable, "name", json!(self.settings.stable_service)),
+            operation("test", canary, "name", json!(self.settings.canary_service)),
+            operation("add", stable, "weight", json!(100 - percent)),
+            operation("add", canary, "weight", json!(percent)),
+        ])
     }
 }
 
 impl Gateway for Route {
     fn percent(&self) -> anyhow::Result<Option<u8>> {
-        let [(_, stable), (_, canary)] = self.services(&self.route()?)?;
+        let (stable, canary) = self.backends(&self.route()?)?.weights;
         let percent = u8::try_from(canary).ok();
-        Ok(percent.filter(|_| stable + canary == 100))
+        Ok(percent.filter(|_| stable.checked_add(canary) == Some(100)))
     }
 
     fn set(&self, percent: u8) -> anyhow::Result<()> {
-        let [(stable, _), (canary, _)] = self.services(&self.route()?)?;
-        let patch = self.patch([stable, canary], percent).to_string();
+        let backends = self.backends(&self.route()?)?;
+        let patch = self.patch(&backends, percent).to_string();
         let route = &self.settings.route;
         let patched = self.kubectl(&[
             "patch",
@@ -97,9 +133,9 @@ impl Gateway for Route {
             "--patch",
             &patch,
         ])?;
-        let [(_, stable), (_, canary)] = self.services(&patched)?;
+        let (stable, canary) = self.backends(&patched)?.weights;
         if (stable, canary) != (u64::from(100 - percent), u64::from(percent)) {
-            bail!("after the patch route {route} has the weights {stable} and {canary}");
+            bail!("route {route} came back with the weights {stable} and {canary}");
         }
         Ok(())
     }
@@ -107,14 +143,13 @@ impl Gateway for Route {
     fn describe(&self, percent: u8) -> String {
         let settings = &self.settings;
         format!(
-            "{} --namespace {} patch httproute {} --type=json --patch '{}' (with the indices of {} and {} in rule {})",
+            "{} --namespace {} patch httproute {}: weight {} for {}, {percent} for {}",
             settings.kubectl.join(" "),
             settings.namespace,
             settings.route,
-            self.patch([0, 1], percent),
+            100 - percent,
             settings.stable_service,
             settings.canary_service,
-            settings.rule
         )
     }
 }

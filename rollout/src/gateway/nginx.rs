@@ -14,7 +14,7 @@ use outrider_bundle::digest::write_atomic;
 
 use super::Gateway;
 
-/// Most time until workers of the new configuration are there.
+/// Most time until workers of the new configuration serve, and no others do.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
 
@@ -87,6 +87,14 @@ impl Nginx {
     }
 }
 
+/// Whether a worker takes requests: one that ends its last ones says so in its title.
+fn serves(worker: &str) -> bool {
+    // A process that is gone has no title.
+    let title = fs::read(format!("/proc/{worker}/cmdline")).unwrap_or_default();
+    let title = String::from_utf8_lossy(&title);
+    !title.is_empty() && !title.contains("shutting down")
+}
+
 impl Gateway for Nginx {
     fn percent(&self) -> anyhow::Result<Option<u8>> {
         Self::workers(self.master()?)?;
@@ -120,10 +128,13 @@ impl Gateway for Nginx {
         }
         kill(Pid::from_raw(master), Signal::SIGHUP).context("cannot signal nginx")?;
         let began = Instant::now();
-        while Self::workers(master)?.is_subset(&before) {
+        // Workers of the old configuration take requests until they know that they shall end, also when new ones are there.
+        while Self::workers(master)?.is_subset(&before)
+            || before.iter().any(|worker| serves(worker))
+        {
             if began.elapsed() > RELOAD_TIMEOUT {
                 bail!(
-                    "nginx has no new worker {} s after the reload: see its error log",
+                    "nginx still serves by its old configuration {} s after the reload: see its error log",
                     RELOAD_TIMEOUT.as_secs()
                 );
             }
