@@ -83,7 +83,7 @@ fn the_weights_of_a_route_change_in_one_patch_that_is_refused_when_services_chan
     write(&shipped);
     fs::write(
         &cluster,
-        CLUSTER.replace("patch)\n", &"patch)\n    cp swapped.json route.json\n"),
+        CLUSTER.replace("patch)\n", "patch)\n    cp swapped.json route.json\n"),
     )
     .unwrap();
     let error = format!("{:#}", route.set(50).unwrap_err());
