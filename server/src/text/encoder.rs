@@ -23,13 +23,13 @@ pub enum EncodeError {
     Refused(String),
     /// It is longer than any text that fits into the context, whatever its tokens are.
     #[error(
-        "the prompt has {bytes} bytes; the maximum context length is {context_tokens} tokens, which stand for {limit_bytes} bytes at the very most"
+        "the prompt has {bytes} bytes, which make at least {least_tokens} tokens; the maximum context length is {context_tokens} tokens"
     )]
     TooLong {
         /// Its length.
         bytes: usize,
-        /// Bytes of the longest text that could fit.
-        limit_bytes: usize,
+        /// Fewest tokens that it can make.
+        least_tokens: usize,
         /// Tokens that the context holds.
         context_tokens: usize,
     },

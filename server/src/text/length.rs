@@ -1,16 +1,17 @@
-//! The longest text that could fit into a context, by its bytes alone.
+//! The fewest tokens that a text can make, by its bytes alone.
 //!
 //! Every byte of a text ends up in a token when nothing on the way drops text: no normaliser but those listed, no pre-tokeniser that removes what it
-//! splits at, and a vocabulary in which every byte is a token. Then a text of more bytes than all tokens together can stand for does not fit,
-//! whatever its tokens are.
+//! splits at, and a vocabulary in which every byte is a token. A byte then has at least that share of a token which it has in the longest token that it
+//! occurs in, and a text makes at least as many tokens as the shares of its bytes add up to, whatever its tokens are.
 
 use serde_json::Value;
 
 use super::EncodeError;
 use super::detokenizer::Detokenizer;
 
-/// How much shorter than itself a text can become in Unicode's canonical composition: the Kelvin sign, three bytes, becomes a `K`.
-const COMPOSITION_SHRINKS: usize = 3;
+/// How much shorter than itself a text can become where characters change: in Unicode's canonical composition the Kelvin sign, three bytes, becomes a
+/// `K`, and SentencePiece takes its own sign for a space, three bytes as well, for one.
+const CHANGE_SHRINKS: usize = 3;
 
 /// Bytes that occur in no UTF-8 text.
 const NEVER_IN_UTF8: [std::ops::RangeInclusive<u8>; 2] = [0xc0..=0xc1, 0xf5..=0xff];
@@ -27,10 +28,12 @@ pub(super) fn keeps_text(pipeline: &Pipeline<'_>) -> Option<usize> {
     let mut shrinking = 1;
     for step in steps(pipeline.normalizer, "normalizers") {
         match step["type"].as_str()? {
-            "NFC" => shrinking = COMPOSITION_SHRINKS,
+            "NFC" => shrinking = CHANGE_SHRINKS,
             "Prepend" => {}
             // The space of SentencePiece, which tokens turn into a space again.
-            "Replace" if step["pattern"]["String"] == " " && step["content"] == "\u{2581}" => {}
+            "Replace" if step["pattern"]["String"] == " " && step["content"] == "\u{2581}" => {
+                shrinking = CHANGE_SHRINKS;
+            }
             _ => return None,
         }
     }
@@ -38,7 +41,8 @@ pub(super) fn keeps_text(pipeline: &Pipeline<'_>) -> Option<usize> {
     for step in steps(pipeline.pre_tokenizer, "pretokenizers") {
         match step["type"].as_str()? {
             "ByteLevel" => is_byte_level = true,
-            "Metaspace" | "Digits" => {}
+            "Metaspace" => shrinking = CHANGE_SHRINKS,
+            "Digits" => {}
             "Split" if step["behavior"] != "Removed" => {}
             _ => return None,
         }
@@ -60,54 +64,103 @@ fn steps<'a>(stage: &'a Value, list: &str) -> Vec<&'a Value> {
     }
 }
 
-/// Most bytes of a text that one token can stand for; `None` when a byte is in no token of its own, so that it may be dropped.
-pub(super) fn token_bytes_limit(detokenizer: &Detokenizer, shrinking: usize) -> Option<usize> {
-    let mut longest = 0;
-    let mut is_token = [false; 256];
-    for id in 0..detokenizer.vocab_size() {
-        let bytes = detokenizer.token_bytes(id);
-        longest = longest.max(bytes.len());
-        if let [byte] = bytes {
-            is_token[usize::from(*byte)] = true;
+/// One token, in the unit that shares of it are counted in.
+const TOKEN: u64 = 1 << 32;
+
+/// What the bytes of a text are worth in tokens.
+#[derive(Clone, Debug)]
+pub(super) struct Shares {
+    /// For each byte, its share of the longest token that it occurs in, rounded down.
+    of: Box<[u64; 256]>,
+    /// How much shorter than itself a text can become before it is cut into tokens.
+    shrinking: usize,
+    /// Bytes of the longest token.
+    longest: usize,
+}
+
+impl Shares {
+    /// Those of a vocabulary; `None` when a byte is in no token of its own, so that it may be dropped.
+    pub(super) fn of(detokenizer: &Detokenizer, shrinking: usize) -> Option<Self> {
+        let mut longest_with = [0; 256];
+        let mut is_token = [false; 256];
+        for id in 0..detokenizer.vocab_size() {
+            let bytes = detokenizer.token_bytes(id);
+            for byte in bytes {
+                let longest: &mut usize = &mut longest_with[usize::from(*byte)];
+                *longest = bytes.len().max(*longest);
+            }
+            if let [byte] = bytes {
+                is_token[usize::from(*byte)] = true;
+            }
         }
+        let is_missing = |byte: u8| {
+            !is_token[usize::from(byte)] && !NEVER_IN_UTF8.iter().any(|range| range.contains(&byte))
+        };
+        if (0..=u8::MAX).any(is_missing) {
+            return None;
+        }
+        let of = longest_with.map(|longest| TOKEN / (longest.max(1) as u64));
+        Some(Self {
+            of: Box::new(of),
+            shrinking,
+            longest: longest_with.into_iter().max().unwrap_or(1),
+        })
     }
-    let is_missing = |byte: u8| {
-        !is_token[usize::from(byte)] && !NEVER_IN_UTF8.iter().any(|range| range.contains(&byte))
-    };
-    let complete = !(0..=u8::MAX).any(is_missing);
-    complete.then(|| longest * shrinking)
+
+    /// Fewest tokens that a text can make.
+    fn tokens(&self, text: &str) -> usize {
+        let bytes = text.as_bytes();
+        let share = |byte: &u8| self.of[usize::from(*byte)];
+        let sum: u64 = if self.shrinking == 1 {
+            bytes.iter().map(share).sum()
+        } else {
+            // No ASCII character changes but one that a mark follows, and no mark is ASCII.
+            bytes
+                .windows(2)
+                .filter(|pair| pair.is_ascii())
+                .map(|pair| share(&pair[0]))
+                .sum()
+        };
+        let by_share = usize::try_from(sum.div_ceil(TOKEN)).unwrap_or(usize::MAX);
+        by_share.max(bytes.len().div_ceil(self.longest * self.shrinking))
+    }
 }
 
 /// The longest text that is tokenised at all; by default there is none.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct LengthLimit(Option<Bound>);
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Bound {
     context_tokens: usize,
-    limit_bytes: usize,
+    shares: Shares,
 }
 
 impl LengthLimit {
-    pub(super) fn of(context_tokens: usize, token_bytes: usize) -> Self {
+    pub(super) fn of(context_tokens: usize, shares: Shares) -> Self {
         Self(Some(Bound {
             context_tokens,
-            limit_bytes: context_tokens.saturating_mul(token_bytes),
+            shares,
         }))
     }
 
-    pub(super) fn check(self, text: &str) -> Result<(), EncodeError> {
-        match self.0 {
-            Some(Bound {
-                context_tokens,
-                limit_bytes,
-            }) if text.len() > limit_bytes => Err(EncodeError::TooLong {
+    pub(super) fn check(&self, text: &str) -> Result<(), EncodeError> {
+        let Some(Bound {
+            context_tokens,
+            shares,
+        }) = &self.0
+        else {
+            return Ok(());
+        };
+        let least_tokens = shares.tokens(text);
+        if least_tokens > *context_tokens {
+            return Err(EncodeError::TooLong {
                 bytes: text.len(),
-                limit_bytes,
-                context_tokens,
-            }),
-            _ => Ok(()),
+                least_tokens,
+                context_tokens: *context_tokens,
+            });
         }
+        Ok(())
     }
 }
 
@@ -138,7 +191,7 @@ mod tests {
                 ]}),
                 json!(null),
                 true,
-                Some(1),
+                Some(3),
             ),
             (
                 json!({"type": "Replace", "pattern": {"String": "x"}, "content": ""}),
@@ -179,18 +232,47 @@ mod tests {
         }
     }
 
+    /// Shares of a vocabulary in which `a` has at most three bytes of company, and every other byte none.
+    fn shares(shrinking: usize) -> Shares {
+        let mut of = Box::new([TOKEN; 256]);
+        of[usize::from(b'a')] = TOKEN / 4;
+        Shares {
+            of,
+            shrinking,
+            longest: 4,
+        }
+    }
+
+    #[test]
+    fn the_shares_of_bytes_add_up_to_the_fewest_tokens() {
+        for (text, shrinking, tokens) in [
+            ("", 1, 0),
+            ("aaaa", 1, 1),
+            ("aaaaa", 1, 2),
+            ("aaaa1", 1, 2),
+            ("1111", 1, 4),
+            ("\u{e9}", 1, 2),
+            // The last one may be composed with what follows, and the others not.
+            ("1111", 3, 3),
+            ("11\u{301}1", 3, 1),
+            ("\u{301}\u{301}\u{301}\u{301}\u{301}\u{301}\u{301}", 3, 2),
+        ] {
+            assert_eq!(shares(shrinking).tokens(text), tokens, "{text:?}");
+        }
+    }
+
     #[test]
     fn a_text_of_exactly_the_bound_is_tokenised() {
-        let limit = LengthLimit::of(4, 3);
-        assert!(limit.check(&"x".repeat(12)).is_ok());
+        let limit = LengthLimit::of(4, shares(1));
+        assert!(limit.check(&"a".repeat(16)).is_ok());
         assert!(matches!(
-            limit.check(&"x".repeat(13)),
+            limit.check(&"a".repeat(17)),
             Err(EncodeError::TooLong {
-                bytes: 13,
-                limit_bytes: 12,
+                bytes: 17,
+                least_tokens: 5,
                 context_tokens: 4
             })
         ));
-        assert!(LengthLimit::default().check(&"x".repeat(13)).is_ok());
+        assert!(LengthLimit::default().check(&"a".repeat(17)).is_ok());
     }
 }

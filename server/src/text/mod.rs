@@ -28,7 +28,7 @@ pub use stream::{Pushed, TextStream};
 use chat::ChatTemplate;
 use detokenizer::Detokenizer;
 use encoder::Encoder;
-use length::LengthLimit;
+use length::{LengthLimit, Shares};
 
 /// Tokenizer and chat template of one model.
 #[derive(Debug)]
@@ -38,8 +38,8 @@ pub struct Text {
     chat: Option<ChatTemplate>,
     /// Put before a plain prompt.
     bos: Option<u32>,
-    /// Most bytes that one token can stand for, where there is such a number.
-    token_bytes_limit: Option<usize>,
+    /// What bytes are worth in tokens, where that can be said.
+    shares: Option<Shares>,
     /// Longest text that is tokenised at all.
     length: LengthLimit,
 }
@@ -136,11 +136,11 @@ impl Text {
             Some(source) => Some(ChatTemplate::new(source, facts, encoder.control_texts())?),
             None => None,
         };
-        let token_bytes_limit = keeps_text
+        let shares = keeps_text
             .filter(|_| !encoder.swallows_space())
-            .and_then(|shrinking| length::token_bytes_limit(&detokenizer, shrinking));
+            .and_then(|shrinking| Shares::of(&detokenizer, shrinking));
         Ok(Self {
-            token_bytes_limit,
+            shares,
             length: LengthLimit::default(),
             encoder,
             detokenizer,
@@ -153,8 +153,8 @@ impl Text {
     ///
     /// It has no effect on a tokenizer that can make any amount of text one token or none.
     pub fn with_context(mut self, context_tokens: usize) -> Self {
-        if let Some(token_bytes) = self.token_bytes_limit {
-            self.length = LengthLimit::of(context_tokens, token_bytes);
+        if let Some(shares) = self.shares.take() {
+            self.length = LengthLimit::of(context_tokens, shares);
         }
         self
     }
