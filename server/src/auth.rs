@@ -5,7 +5,6 @@
 //! be guessed; [`generate`] makes one, and [`line_of`] refuses short ones.
 
 use std::fmt;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -130,18 +129,14 @@ impl KeyRing {
             path: path.to_owned(),
             source,
         };
-        let mode = std::fs::metadata(path)
-            .map_err(unreadable)?
-            .permissions()
-            .mode()
-            & 0o777;
-        if mode & 0o002 != 0 {
+        let mode = small_file::mode(path).map_err(unreadable)?;
+        if mode & small_file::OTHERS_WRITE != 0 {
             return Err(KeyFileError::Writable {
                 path: path.to_owned(),
                 mode,
             });
         }
-        if mode & 0o004 != 0 {
+        if mode & small_file::OTHERS_READ != 0 {
             tracing::warn!(
                 path = %path.display(),
                 mode = format_args!("{mode:03o}"),
@@ -272,6 +267,8 @@ fn is_name(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     fn secret(character: char) -> String {

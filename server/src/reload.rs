@@ -18,6 +18,7 @@ use sd_notify::NotifyState;
 use actix_web::web;
 
 use crate::audit::AuditLog;
+use crate::auth::KeyRing;
 use crate::config::{Config, ConfigError, Sources};
 use crate::http::State;
 use crate::http::backend::Backend;
@@ -151,10 +152,20 @@ impl Reloader {
     fn reload(&self) {
         let outcome = match self.replace() {
             Ok(changed) => {
-                tracing::info!(changed = changed.join(", "), "configuration read again");
+                let settings = self.state.settings();
+                tracing::info!(
+                    changed = changed.join(", "),
+                    api_keys = settings.api_keys.as_ref().map(KeyRing::len),
+                    admin_tokens = settings.admin_tokens.as_ref().map(KeyRing::len),
+                    "configuration read again"
+                );
                 Outcome::Applied
             }
             Err(error) => {
+                // Each fault has a line of its own, and a record is one line.
+                let error = error.to_string();
+                let error: Vec<&str> = error.lines().map(str::trim).collect();
+                let error = error.join("; ").replace(":; ", ": ");
                 tracing::error!(%error, "the new configuration is refused, the old one holds");
                 Outcome::Refused
             }

@@ -4,7 +4,7 @@
 
 use std::fs::{FileType, OpenOptions};
 use std::io::{self, Read as _};
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
 /// Largest file that is read; one that was named by mistake must not take the memory of the machine.
@@ -47,6 +47,21 @@ fn name_of(kind: FileType) -> &'static str {
     } else {
         "a device"
     }
+}
+
+/// Permission bit of a file that every user of the machine can write.
+pub const OTHERS_WRITE: u32 = 0o002;
+
+/// Permission bit of a file that every user of the machine can read.
+pub const OTHERS_READ: u32 = 0o004;
+
+/// The permission bits of a file.
+///
+/// # Errors
+///
+/// The system does not say.
+pub fn mode(path: &Path) -> io::Result<u32> {
+    Ok(std::fs::metadata(path)?.permissions().mode() & 0o777)
 }
 
 /// The text of a file.

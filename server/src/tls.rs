@@ -3,6 +3,7 @@
 //! TLS 1.2 and 1.3, without client certificates. Whether a certificate has expired is for clients to judge; that chain and key are readable and
 //! belong together is checked here.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ pub enum TlsError {
         /// The file.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A file is not PEM, or holds something else.
     #[error("{} must hold {expected} as PEM: {reason}", path.display())]
@@ -45,6 +46,14 @@ pub enum TlsError {
         key: PathBuf,
         /// What is wrong.
         reason: String,
+    },
+    /// Everyone on this machine could replace the key.
+    #[error("the private key in {} can be changed by every user of this machine: its mode is {mode:03o}, which must not let others write", path.display())]
+    Writable {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
     },
     /// The library can't be set up.
     #[error("TLS cannot be set up: {0}")]
@@ -76,6 +85,7 @@ impl Identity {
             let reason = "there is none in it".to_owned();
             return Err(not_pem(certificate, chain_expected, reason));
         }
+        check_mode(key)?;
         let private = PrivateKeyDer::from_pem_slice(&read(key)?)
             .map_err(|error| not_pem(key, "a private key", error.to_string()))?;
         CertifiedKey::from_der(chain, private, &ring::default_provider())
@@ -89,10 +99,33 @@ impl Identity {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    small_file::read(path).map_err(|source| TlsError::Unreadable {
+    small_file::read(path).map_err(unreadable(path))
+}
+
+fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> TlsError {
+    move |source| TlsError::Unreadable {
         path: path.to_owned(),
         source,
-    })
+    }
+}
+
+/// Refuses a private key that every user of the machine can change, and warns of one that every user can read.
+fn check_mode(path: &Path) -> Result<(), TlsError> {
+    let mode = small_file::mode(path).map_err(unreadable(path))?;
+    if mode & small_file::OTHERS_WRITE != 0 {
+        return Err(TlsError::Writable {
+            path: path.to_owned(),
+            mode,
+        });
+    }
+    if mode & small_file::OTHERS_READ != 0 {
+        tracing::warn!(
+            path = %path.display(),
+            mode = format_args!("{mode:03o}"),
+            "every user of this machine can read the private key"
+        );
+    }
+    Ok(())
 }
 
 /// What new connections are shown; it can be replaced at any time.
@@ -132,6 +165,8 @@ impl ResolvesServerCert for Certificate {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     fn self_signed() -> (String, String) {
@@ -178,6 +213,12 @@ mod tests {
         }
         insta::assert_snapshot!(table);
         std::fs::write(&files.private_key_path, key).unwrap();
+        assert!(Identity::read(&files).is_ok());
+        let mode = |mode| std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(&files.private_key_path, mode(0o602)).unwrap();
+        let error = Identity::read(&files).unwrap_err().to_string();
+        assert!(error.contains("its mode is 602"), "{error}");
+        std::fs::set_permissions(&files.private_key_path, mode(0o604)).unwrap();
         assert!(Identity::read(&files).is_ok());
     }
 }

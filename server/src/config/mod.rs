@@ -761,6 +761,21 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
             ),
         );
     }
+    if let Endpoint::Unix(path) = values.endpoint("serving.admin_listen")
+        && std::os::unix::net::SocketAddr::from_pathname(&path).is_err()
+    {
+        fault(
+            "serving.admin_listen",
+            Problem::Conflict("its path is longer than the system allows for a socket"),
+        );
+    }
+    let audit = values.text("serving.audit.path").map(Path::new);
+    if audit.is_some() && audit == values.text("serving.logging.path").map(Path::new) {
+        fault(
+            "serving.audit.path",
+            Problem::Conflict("serving.logging.path is the same file; the two logs need their own"),
+        );
+    }
     if values.integer("serving.runtime.stall_limit_ms")
         <= values.integer("serving.runtime.heartbeat_limit_ms")
     {

@@ -142,6 +142,24 @@ fn beyond_loopback_a_listener_needs_its_keys_or_leave_to_do_without() {
 }
 
 #[test]
+fn logs_need_files_of_their_own_and_sockets_short_paths() {
+    let load = |flags: &[(&'static str, &'static str)]| {
+        let mut case = minimal();
+        case.flags.extend_from_slice(flags);
+        case.load().map(|_| ()).map_err(|error| error.to_string())
+    };
+    let (log, audit) = ("serving.logging.path", "serving.audit.path");
+    assert!(load(&[(log, "/var/log/a"), (audit, "/var/log/b")]).is_ok());
+    let error = load(&[(log, "/var/log/a"), (audit, "/var/log/./a")]).unwrap_err();
+    assert!(error.contains("the two logs need their own"), "{error}");
+    let socket = |length: usize| &*format!("unix:/{}", "s".repeat(length - 1)).leak();
+    let listen = "serving.admin_listen";
+    assert!(load(&[(listen, socket(107))]).is_ok());
+    let error = load(&[(listen, socket(108))]).unwrap_err();
+    assert!(error.contains("longer than the system allows"), "{error}");
+}
+
+#[test]
 fn origins_are_taken_as_browsers_send_them() {
     let mut case = minimal();
     case.flags.push((
