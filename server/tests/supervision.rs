@@ -307,7 +307,7 @@ fn write_config(dir: &Path, keys: &str) {
 fn ask(mut stream: impl Read + Write, path: &str, headers: &str) -> String {
     write!(
         stream,
-        "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n"
+        "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n"
     )
     .unwrap();
     let mut answer = String::new();
@@ -320,7 +320,7 @@ fn open_stream(address: SocketAddr) -> BufReader<TcpStream> {
     let mut stream = TcpStream::connect(address).unwrap();
     write!(
         stream,
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     )
     .unwrap();
@@ -434,6 +434,7 @@ fn a_reload_renews_keys_and_says_so() {
     assert_eq!(code, Some(0), "{log}");
     // The level went up with the second reload, so that this is in the log, and no secret is even now.
     assert!(log.contains("configuration read again"), "{log}");
+    assert!(log.contains("api_keys=1"), "{log}");
     assert!(log.contains("TRACE"), "{log}");
     assert!(!log.contains(&old) && !log.contains(&new), "{log}");
 }
@@ -444,7 +445,9 @@ fn a_reload_with_a_fault_or_a_fixed_key_changes_nothing() {
         "  runtime: {onnxruntime_library: ort.so, max_concurrency: 3}\n  logging: {level: error}\n",
     );
     assert_eq!(served.last_reload(), "refused");
-    served.reload("  logging: {level: loud}\n");
+    served.reload(
+        "  logging: {level: loud}\n  runtime: {onnxruntime_library: ort.so, max_concurrency: 0}\n",
+    );
     served.reload("  auth: {api_keys_path: /nowhere/keys}\n");
     assert_eq!(served.last_reload(), "refused");
     assert!(served.get("/v1/models", "").starts_with("HTTP/1.1 200 "));
@@ -456,7 +459,8 @@ fn a_reload_with_a_fault_or_a_fixed_key_changes_nothing() {
     let (_, log) = served.stop();
     for part in [
         "serving.runtime.max_concurrency cannot change while the server runs",
-        "serving.logging.level: is \"loud\"",
+        "2 faults in the configuration: serving.runtime.max_concurrency: is 0",
+        "; serving.logging.level: is \"loud\"",
         "/nowhere/keys",
         // Had the level of a refused reload been taken, this would not be there.
         "stopped",
@@ -552,7 +556,7 @@ fn requests_without_a_key_are_told_in_bulk() {
         let mut stream = TcpStream::connect(served.address).unwrap();
         write!(
             stream,
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: 2\r\n{authorization}\r\n{{}}"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: 2\r\n{authorization}\r\n{{}}"
         )
         .unwrap();
         let mut answer = String::new();
@@ -654,7 +658,7 @@ fn a_reload_moves_the_switch_of_drafting_only_when_its_value_changed() {
     let mut stream = TcpStream::connect(&served.admin).unwrap();
     write!(
         stream,
-        "PUT /admin/speculation HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        "PUT /admin/speculation HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     )
     .unwrap();

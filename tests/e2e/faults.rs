@@ -249,7 +249,9 @@ pub fn ten_thousand_idle_connections_keep_nobody_from_an_answer(_: &Servers) -> 
     assert_eq!(ready.status, 200, "{}", ready.text());
     // The last connection is as good as the first.
     for mut connection in [&idle[0], &idle[IDLE_CONNECTIONS - 1]] {
-        connection.write_all(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")?;
+        connection.write_all(
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        )?;
         let mut answer = String::new();
         connection.read_to_string(&mut answer)?;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -275,7 +277,7 @@ pub fn a_client_that_reads_a_byte_at_a_time_holds_up_nobody(_: &Servers) -> anyh
     let mut slow = TcpStream::connect(endpoint.trim_start_matches("http://"))?;
     write!(
         slow,
-        "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
         Api::Completions.path(),
         body.len()
     )?;

@@ -177,7 +177,7 @@ pub const KEYS: &[Key] = &[
         path: "serving.auth.allow_unauthenticated",
         kind: Kind::Flag,
         default: Default::Value("false"),
-        help: "Let everyone who reaches a listener beyond loopback use it, where no file of keys or tokens is set.",
+        help: "Let everyone who reaches a listener use it, where no file of keys or tokens is set: beyond loopback, and on loopback by any host name.",
     },
     Key {
         path: "serving.tls.certificate_path",
@@ -213,7 +213,7 @@ pub const KEYS: &[Key] = &[
             max: 3600000,
         },
         default: Default::Value("10000"),
-        help: "Time in which the head of the first request of a connection must have arrived, and a TLS handshake be done.",
+        help: "Time in which the head of a request must have arrived, from its first byte on or, for the first of a connection, from the beginning; and in which a TLS handshake must be done.",
     },
     Key {
         path: "serving.http.body_timeout_ms",
@@ -324,7 +324,7 @@ pub const KEYS: &[Key] = &[
             max: 1_000_000,
         },
         default: Default::Value("64"),
-        help: "Completions that may wait for a slot; one more is answered 429, or takes the place of the newest completion of the caller who holds most places, if it would hold no more than that one.",
+        help: "Completions that may wait for a slot; one more is answered 429, or takes the place of the newest completion of the caller who holds most places, if it would hold no more than that one. As many bodies above 64 KiB may wait to be tokenised, by the same rule.",
     },
     Key {
         path: "serving.runtime.queue_timeout_ms",
@@ -333,7 +333,7 @@ pub const KEYS: &[Key] = &[
             max: 86400000,
         },
         default: Default::Value("60000"),
-        help: "Longest wait for a slot; a completion that has none by then is answered 503.",
+        help: "Longest wait for a slot, and before it to be tokenised; a completion that still waits then is answered 503.",
     },
     Key {
         path: "serving.runtime.request_deadline_ms",

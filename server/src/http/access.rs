@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
-use actix_web::http::Method;
 use actix_web::http::header::{HeaderName, HeaderValue};
+use actix_web::http::{ConnectionType, Method, Version};
 use actix_web::middleware::Next;
 use actix_web::{Error, HttpMessage, HttpRequest, ResponseError, web};
 use bytes::Bytes;
@@ -22,13 +22,16 @@ use tracing::{Instrument as _, Span};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use super::State;
+use super::authenticate;
 use super::backend::Backend;
 use super::caller::Caller;
 use super::choices::{Plan, Prompt};
 use super::code::Code;
+use super::connection::{InFlight, Requests};
 use super::error::ApiError;
 use super::facts::{Facts, is_generation};
 use super::params::Generation;
+use super::rest::Rest;
 use super::shape::UsageBody;
 use crate::audit;
 use crate::engine::{Event, Sampling};
@@ -241,9 +244,11 @@ impl Drop for Record {
 
 /// Gives every request an identifier and a record, and turns it away when the server is going down.
 pub async fn observe(
-    request: ServiceRequest,
+    mut request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<BoxBody>, Error> {
+    let in_flight = Requests::begin(request.request());
+    let rest = Rest::of(&mut request);
     let request_id = request_id(&request);
     let state = request
         .app_data::<web::Data<State>>()
@@ -287,11 +292,12 @@ pub async fn observe(
     request.extensions_mut().insert(record.clone());
 
     let mut response = if draining {
+        authenticate::note_caller(&request);
         let error = ApiError::not_ready("the server is going down; try again later");
         let mut response = error.error_response();
         response
             .head_mut()
-            .set_connection_type(actix_web::http::ConnectionType::Close);
+            .set_connection_type(ConnectionType::Close);
         record.failed(&error);
         request.into_response(response)
     } else {
@@ -319,10 +325,25 @@ pub async fn observe(
             BodySize::None | BodySize::Sized(0)
         );
     }
+    if response.request().version() < Version::HTTP_11
+        && response.response().body().size() == BodySize::Stream
+    {
+        // Chunks came with HTTP/1.1; before it an answer of unknown length ends with its connection.
+        let head = response.response_mut().head_mut();
+        head.no_chunking(true);
+        head.set_connection_type(ConnectionType::Close);
+    }
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
-    Ok(response.map_body(|_, body| BoxBody::new(Observed { body, record })))
+    Ok(response.map_body(|_, body| {
+        BoxBody::new(Observed {
+            body,
+            record,
+            _in_flight: in_flight,
+            _rest: rest,
+        })
+    }))
 }
 
 /// The name of a method in log and metrics; a caller can make up any number of others.
@@ -357,6 +378,8 @@ fn request_id(request: &ServiceRequest) -> String {
 struct Observed {
     body: BoxBody,
     record: AccessRecord,
+    _in_flight: InFlight,
+    _rest: Rest,
 }
 
 impl MessageBody for Observed {

@@ -17,6 +17,7 @@ use serde_json::{Map, Value};
 use super::State;
 use super::authenticate;
 use super::error::ApiError;
+use super::head;
 use super::speculation::{self, Reader, SpeculationBody};
 use super::{FLUSH_SECONDS, READ, method_not_allowed, not_found};
 use crate::engine::Phase;
@@ -69,6 +70,7 @@ pub fn serve(
         App::new()
             .app_data(state.clone())
             .app_data(prometheus.clone())
+            .wrap(from_fn(head::check_admin))
             .configure(routes)
             .default_service(web::to(not_found))
     })

@@ -33,6 +33,15 @@ pub async fn callers(
     Ok(next.call(request).await?.map_into_boxed_body())
 }
 
+/// Notes who a request is from that is turned away whoever it is from.
+pub fn note_caller(request: &ServiceRequest) {
+    let settings = settings_of(request).ok();
+    let keys = settings.as_ref().and_then(|it| it.api_keys.as_ref());
+    if let Some(name) = keys.and_then(|keys| name_of(request, keys, "API key").ok()) {
+        request.extensions_mut().insert(Caller(name));
+    }
+}
+
 /// Lets a request of the admin interface pass when it has a token, or when none is asked for.
 pub async fn operators(
     request: ServiceRequest,

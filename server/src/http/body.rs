@@ -10,6 +10,7 @@ use futures_util::future::{Either, select};
 use serde_json::Value;
 
 use super::State;
+use super::connection::Requests;
 use super::error::ApiError;
 use super::fields::StrictJson;
 
@@ -37,19 +38,26 @@ pub async fn read(
             "application/json, in UTF-8",
         ));
     }
-    if let Some(encoding) = header_text(header::CONTENT_ENCODING)
-        && !encoding.eq_ignore_ascii_case("identity")
-    {
-        return Err(ApiError::unsupported_media_type(
-            "content-encoding",
-            encoding,
-            "identity or left out",
-        ));
+    for encoding in request.headers().get_all(header::CONTENT_ENCODING) {
+        if !encoding.as_bytes().eq_ignore_ascii_case(b"identity") {
+            return Err(ApiError::unsupported_media_type(
+                "content-encoding",
+                encoding.to_str().unwrap_or("not text"),
+                "identity or left out",
+            ));
+        }
+    }
+    let announced = header_text(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
+    if announced.is_some_and(|length: usize| length > limit_bytes) {
+        return Err(ApiError::body_too_large(limit_bytes));
     }
     let limit = state.settings().body_timeout;
     let arrival = pin!(timeout(limit, payload.to_bytes_limited(limit_bytes)));
     match select(arrival, pin!(state.drain().begun())).await {
-        Either::Left((Ok(Ok(Ok(body))), _)) => Ok(body),
+        Either::Left((Ok(Ok(Ok(body))), _)) => {
+            Requests::read(request);
+            Ok(body)
+        }
         Either::Left((Ok(Ok(Err(_))), _)) => Err(ApiError::unreadable_body()),
         Either::Left((Ok(Err(_)), _)) => Err(ApiError::body_too_large(limit_bytes)),
         Either::Left((Err(_), _)) => Err(ApiError::body_timeout(limit)),

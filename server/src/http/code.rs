@@ -63,6 +63,8 @@ pub enum Code {
     RequestTooLarge,
     /// The body is not declared as plain JSON.
     UnsupportedMediaType,
+    /// The request was meant for another host.
+    MisdirectedRequest,
     /// The head of the request is too long.
     HeadTooLarge,
     /// Too many completions wait.
@@ -85,7 +87,7 @@ pub enum Code {
 
 impl Code {
     /// Every code, by status.
-    pub const ALL: [Self; 38] = [
+    pub const ALL: [Self; 39] = [
         Self::InvalidJson,
         Self::UnreadableBody,
         Self::MissingParameter,
@@ -115,6 +117,7 @@ impl Code {
         Self::DraftUnavailable,
         Self::RequestTooLarge,
         Self::UnsupportedMediaType,
+        Self::MisdirectedRequest,
         Self::QueueFull,
         Self::HeadTooLarge,
         Self::InternalError,
@@ -158,6 +161,7 @@ impl Code {
             Self::DraftUnavailable => "draft_unavailable",
             Self::RequestTooLarge => "request_too_large",
             Self::UnsupportedMediaType => "unsupported_media_type",
+            Self::MisdirectedRequest => "misdirected_request",
             Self::QueueFull => "queue_full",
             Self::HeadTooLarge => "request_head_too_large",
             Self::InternalError => "internal_error",
@@ -180,6 +184,7 @@ impl Code {
             Self::DraftUnavailable => StatusCode::CONFLICT,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::UnsupportedMediaType => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::MisdirectedRequest => StatusCode::MISDIRECTED_REQUEST,
             Self::QueueFull => StatusCode::TOO_MANY_REQUESTS,
             Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::InternalError | Self::NonFiniteLogits | Self::EngineError => {

@@ -114,6 +114,17 @@ impl ApiError {
         )
     }
 
+    /// The request names a host that this machine is not called by on its own.
+    pub fn misdirected(host: &str) -> Self {
+        Self::new(
+            Code::MisdirectedRequest,
+            format!(
+                "the request is for the host `{}`; without keys this server answers only to `localhost` and to addresses",
+                shorten(host)
+            ),
+        )
+    }
+
     /// The path has a query string, which would have no effect.
     pub fn unknown_query(name: &str) -> Self {
         let name = shorten(name);

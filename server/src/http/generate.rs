@@ -3,15 +3,15 @@
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use actix_web::http::header;
+use actix_web::rt::time::timeout;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, web};
 use futures_util::future::{Either, select};
 use serde_json::Value;
 use tracing::Span;
 
-use super::State;
 use super::access::AccessRecord;
 use super::backend::Backend;
 use super::body;
@@ -23,11 +23,19 @@ use super::params::{
 };
 use super::shape::{AnswerWriter, Head, Shape};
 use super::sse::EventStream;
-use crate::engine::{EngineError, Event};
+use super::turns::{Full, Turn, Turns};
+use super::{Settings, State};
+use crate::engine::{EngineError, Event, SubmitError};
 use crate::lifecycle::Drain;
 
 /// Characters of the bundle digest in `system_fingerprint`.
 const FINGERPRINT_DIGITS: usize = 12;
+
+/// Wait that a caller is told whose body can't be prepared now: turns are short.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// Small bodies that may wait to be parsed and tokenised, however few the engine's queue takes: a moment later they may have slots.
+const SMALL_BODIES_WAITING: usize = 1024;
 
 /// Bodies above this are parsed and tokenised one at a time.
 const LARGE_BODY_BYTES: usize = 64 * 1024;
@@ -92,6 +100,7 @@ async fn complete(
     let body = body::read(&request, payload, &state, settings.body_limit_bytes).await?;
     record.body(&body);
 
+    let caller = Caller::of(&request);
     let limits = Limits {
         completions: settings.max_completions_per_request,
         vocab_size: backend.limits().vocab_size,
@@ -100,29 +109,67 @@ async fn complete(
     let prepared = {
         // Tokenising takes over a hundred times the memory of the text, and a text that will not fit is only known by its tokens:
         // large bodies go one after the other, small ones never wait for them.
-        let turn = if body.len() > LARGE_BODY_BYTES {
-            let turn = state.large_body.clone().acquire_owned().await;
-            Some(turn.map_err(|error| {
-                ApiError::internal(format!("waiting for a turn failed: {error}"))
-            })?)
+        let (turns, capacity) = if body.len() > LARGE_BODY_BYTES {
+            (&state.large_turns, settings.queue_capacity)
         } else {
-            None
+            let capacity = settings.queue_capacity.max(SMALL_BODIES_WAITING);
+            (&state.turns, capacity)
         };
+        let turn = turn(turns, capacity, &caller, &settings, arrived).await?;
         let backend = backend.clone();
         let span = Span::current();
-        web::block(move || {
+        let work = web::block(move || {
             let _entered = span.entered();
             let prepared = prepare(&*backend, body::json(&body)?, limits);
             // Kept to here, not in the handler: a client that leaves does not stop the work.
             drop(turn);
             prepared
-        })
+        });
+        timeout(
+            settings.request_deadline.saturating_sub(arrived.elapsed()),
+            work,
+        )
         .await
+        .map_err(|_| deadline_exceeded(&settings))?
         .map_err(|error| ApiError::internal(format!("preparing the request failed: {error}")))??
     };
-    let caller = Caller::of(&request);
     let drain = state.drain().clone();
     run(backend, prepared, caller, arrived, record, drain).await
+}
+
+/// A turn to prepare a body, within the times that hold for the engine's queue.
+async fn turn(
+    turns: &Turns,
+    capacity: usize,
+    caller: &Caller,
+    settings: &Settings,
+    arrived: Instant,
+) -> Result<Turn, ApiError> {
+    let waiting = turns.join(&caller.0, capacity).map_err(|Full| {
+        let refusal = SubmitError::QueueFull {
+            limit: capacity,
+            retry_after: RETRY_AFTER,
+        };
+        ApiError::from_submit(refusal, "")
+    })?;
+    let left = settings.request_deadline.saturating_sub(arrived.elapsed());
+    match timeout(left.min(settings.queue_timeout), waiting).await {
+        Ok(Ok(turn)) => Ok(turn),
+        Ok(Err(_)) => Err(ApiError::from(EngineError::Displaced {
+            retry_after: RETRY_AFTER,
+        })),
+        Err(_) if left <= settings.queue_timeout => Err(deadline_exceeded(settings)),
+        Err(_) => Err(ApiError::from(EngineError::QueueTimeout {
+            limit: settings.queue_timeout,
+            retry_after: RETRY_AFTER,
+        })),
+    }
+}
+
+fn deadline_exceeded(settings: &Settings) -> ApiError {
+    ApiError::from(EngineError::DeadlineExceeded {
+        limit: settings.request_deadline,
+    })
 }
 
 /// The token ids of every prompt in a body of `/v1/completions`: all that happens to it before the engine is asked.

@@ -12,6 +12,7 @@ mod body;
 mod caller;
 mod choices;
 pub mod code;
+mod connection;
 pub mod error;
 mod facts;
 mod fields;
@@ -19,25 +20,37 @@ mod generate;
 mod head;
 mod models;
 mod params;
+mod rest;
 mod shape;
 mod speculation;
 mod sse;
+mod turns;
 
 pub use generate::{chat_prompts, completion_prompts};
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use actix_cors::Cors;
-use actix_web::dev::Server;
+use actix_http::error::DispatchError;
+use actix_http::{Extensions, HttpService, Protocol, Request};
+use actix_service::{
+    IntoServiceFactory as _, Service, ServiceFactory, ServiceFactoryExt as _, fn_service,
+    map_config,
+};
+use actix_tls::accept::TlsError;
+use actix_tls::accept::rustls_0_23::{Acceptor, TlsStream};
+use actix_web::body::MessageBody;
+use actix_web::dev::{AppConfig, Server, ServiceResponse};
 use actix_web::http::{KeepAlive, Method, header};
 use actix_web::middleware::{Condition, from_fn};
-use actix_web::{App, HttpRequest, HttpServer, web};
+use actix_web::rt::net::TcpStream;
+use actix_web::{App, HttpRequest, HttpResponse, web};
 use arc_swap::{ArcSwap, ArcSwapOption};
-use tokio::sync::Semaphore;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::audit::AuditLog;
 use crate::auth::KeyRing;
@@ -45,19 +58,24 @@ use crate::config::Config;
 use crate::engine::Phase;
 use crate::launch::FileError;
 use crate::lifecycle::{Drain, Startup};
-use crate::listen;
+use crate::listen::{self, Endpoint};
 use crate::metrics;
 use crate::refusals::Refusals;
 use crate::reload::Outcome;
 use crate::tls::Certificate;
 use backend::Backend;
+use connection::Stream;
 use error::ApiError;
+use turns::Turns;
 
 /// Longer than the idle time of common gateways, so that they close an idle connection first and never send into a closing one.
 const KEEP_ALIVE: Duration = Duration::from_secs(75);
 
 /// How long connections may take to send the rest of their answers when the server ends, in seconds.
 pub const FLUSH_SECONDS: u64 = 1;
+
+/// How long what a client still sends is thrown away behind an answer that did not wait for it, so that the client gets to read the answer.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// How long browsers may keep what they were told about another origin.
 const PREFLIGHT_SECONDS: usize = 3600;
@@ -71,8 +89,10 @@ pub struct State {
     startup: Arc<Startup>,
     drain: Arc<Drain>,
     backend: OnceLock<Arc<dyn Backend>>,
-    /// Held while a large body is parsed and tokenised, see [`generate`].
-    large_body: Arc<Semaphore>,
+    /// Taken while a body is parsed and tokenised, see [`generate`].
+    turns: Turns,
+    /// The same for large bodies.
+    large_turns: Turns,
     audit: Option<AuditLog>,
     refusals: Refusals,
     last_reload: ArcSwapOption<Outcome>,
@@ -85,12 +105,22 @@ pub struct Settings {
     pub api_keys: Option<KeyRing>,
     /// Tokens of operators; `None` asks for none.
     pub admin_tokens: Option<KeyRing>,
+    /// Whether callers must call this machine by its own name or by an address.
+    pub local_hosts: bool,
+    /// Whether operators must.
+    pub local_admin_hosts: bool,
     /// Longest request body.
     pub body_limit_bytes: usize,
     /// Most completions of one request.
     pub max_completions_per_request: usize,
     /// Time for the body of a request.
     pub body_timeout: Duration,
+    /// Large bodies that may wait to be parsed and tokenised.
+    pub queue_capacity: usize,
+    /// Longest wait of a body for that.
+    pub queue_timeout: Duration,
+    /// Time for a whole request.
+    pub request_deadline: Duration,
     /// Oldest heartbeat of an engine that counts as alive.
     pub heartbeat_limit: Duration,
     /// Oldest heartbeat of an engine that the process goes on with.
@@ -103,9 +133,14 @@ impl Default for Settings {
         Self {
             api_keys: None,
             admin_tokens: None,
+            local_hosts: false,
+            local_admin_hosts: false,
             body_limit_bytes: 1 << 20,
             max_completions_per_request: 8,
             body_timeout: Duration::from_secs(60),
+            queue_capacity: 64,
+            queue_timeout: Duration::from_secs(60),
+            request_deadline: Duration::from_secs(600),
             heartbeat_limit: Duration::from_secs(60),
             stall_limit: Duration::from_secs(600),
         }
@@ -126,12 +161,22 @@ impl Settings {
                 .map_err(|source| FileError::Keys { key, source })
         };
         let auth = &config.auth;
+        // Who need no key because they are on this machine may be a page in its browser, which the owner of a name has sent here.
+        let asks_local = |keys: &Option<PathBuf>, endpoint: &Endpoint| {
+            keys.is_none() && !auth.allow_unauthenticated && matches!(endpoint, Endpoint::Tcp(_))
+        };
+        let listen = Endpoint::Tcp(config.listen);
         Ok(Self {
+            local_hosts: asks_local(&auth.api_keys_path, &listen),
+            local_admin_hosts: asks_local(&auth.admin_tokens_path, &config.admin_listen),
             api_keys: keys("serving.auth.api_keys_path", &auth.api_keys_path)?,
             admin_tokens: keys("serving.auth.admin_tokens_path", &auth.admin_tokens_path)?,
             body_limit_bytes: config.runtime.request_body_limit_bytes,
             max_completions_per_request: config.runtime.max_completions_per_request,
             body_timeout: config.http.body_timeout,
+            queue_capacity: config.runtime.queue_capacity,
+            queue_timeout: config.runtime.queue_timeout,
+            request_deadline: config.runtime.request_deadline,
             heartbeat_limit: config.runtime.heartbeat_limit,
             stall_limit: config.runtime.stall_limit,
         })
@@ -143,7 +188,7 @@ impl Settings {
 pub struct Connections {
     /// Connections that are open at the same time.
     pub max: usize,
-    /// Time for the head of the first request, and before it for the TLS handshake.
+    /// Time for the head of a request, and for the TLS handshake.
     pub header_timeout: Duration,
     /// Longest time in which a client takes none of its answer.
     pub write_timeout: Duration,
@@ -187,7 +232,8 @@ impl State {
             startup,
             drain,
             backend: OnceLock::new(),
-            large_body: Arc::new(Semaphore::new(1)),
+            turns: Turns::new(small_body_turns()),
+            large_turns: Turns::new(1),
             audit: None,
             refusals: Refusals::default(),
             last_reload: ArcSwapOption::empty(),
@@ -266,6 +312,12 @@ impl State {
     }
 }
 
+/// Small bodies that are parsed and tokenised at a time; the other cores are the engine's.
+fn small_body_turns() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    (cores / 2).max(1)
+}
+
 /// Starts the OpenAI-compatible interface on a bound listener. The caller decides when it stops.
 ///
 /// # Errors
@@ -277,10 +329,22 @@ pub fn serve(
     connections: &Connections,
 ) -> std::io::Result<Server> {
     listen::set_write_timeout(&listener, connections.write_timeout)?;
-    let origins = connections.cors_allowed_origins.clone();
     let workers = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let workers = workers.min(connections.max);
-    let server = HttpServer::new(move || {
+    let server = Server::build()
+        .workers(workers)
+        // The library counts them for each worker, and gives each the same share.
+        .max_concurrent_connections(connections.max.div_ceil(workers))
+        .shutdown_timeout(FLUSH_SECONDS)
+        .disable_signals();
+    let stopping = server.graceful_shutdown_signal();
+    let stopping = move || {
+        let stopping = stopping.clone();
+        async move { stopping.notified().await }
+    };
+    let origins = connections.cors_allowed_origins.clone();
+    let header_timeout = connections.header_timeout;
+    let app = move || {
         App::new()
             .app_data(state.clone())
             // The last one is the outermost.
@@ -290,25 +354,79 @@ pub fn serve(
             .wrap(from_fn(access::observe))
             .configure(routes)
             .default_service(web::to(not_found))
-    })
-    .workers(workers)
-    // The library counts them for each worker, and gives each the same share.
-    .max_connections(connections.max.div_ceil(workers))
-    .client_request_timeout(connections.header_timeout)
-    .tls_handshake_timeout(connections.header_timeout)
-    .keep_alive(KeepAlive::Timeout(KEEP_ALIVE))
-    // A client that closes its side has gone away: what it asked for is dropped at once.
-    .h1_allow_half_closed(false)
-    .shutdown_timeout(FLUSH_SECONDS)
-    .disable_signals();
+            .into_factory()
+            .map_err(|error: actix_web::Error| error.error_response())
+    };
+    let name = "api";
     let server = match &connections.certificate {
-        None => server.listen(listener)?,
+        None => server.listen(name, listener, move || {
+            fn_service(move |io: TcpStream| async move {
+                let peer = io.peer_addr().ok();
+                Ok((Stream::new(io, header_timeout), Protocol::Http1, peer))
+            })
+            .and_then(http1(header_timeout, stopping.clone(), app()))
+        })?,
         Some(certificate) => {
             let tls = Arc::clone(certificate).server_config();
-            server.listen_rustls_0_23(listener, tls.map_err(std::io::Error::other)?)?
+            let tls = tls.map_err(std::io::Error::other)?;
+            server.listen(name, listener, move || {
+                let mut acceptor = Acceptor::new(tls.clone());
+                acceptor.set_handshake_timeout(header_timeout);
+                acceptor
+                    .map_init_err(|_| ())
+                    .map_err(TlsError::into_service_error)
+                    .and_then(move |io: TlsStream<TcpStream>| async move {
+                        let peer = io.get_ref().0.peer_addr().ok();
+                        Ok((Stream::new(io, header_timeout), Protocol::Http1, peer))
+                    })
+                    .and_then(
+                        http1(header_timeout, stopping.clone(), app()).map_err(TlsError::Service),
+                    )
+            })?
         }
     };
     Ok(server.run())
+}
+
+/// HTTP/1.1 on streams that see what the library does not.
+fn http1<T, A, B, F>(
+    header_timeout: Duration,
+    stopping: impl Fn() -> F + 'static,
+    app: A,
+) -> impl ServiceFactory<
+    (Stream<T>, Protocol, Option<SocketAddr>),
+    Config = (),
+    Response = (),
+    Error = DispatchError,
+    InitError = (),
+>
+where
+    T: AsyncRead + AsyncWrite + Unpin + 'static,
+    A: ServiceFactory<
+            Request,
+            Config = AppConfig,
+            Response = ServiceResponse<B>,
+            Error = HttpResponse,
+            InitError = (),
+        > + 'static,
+    A::Future: 'static,
+    <A::Service as Service<Request>>::Future: 'static,
+    B: MessageBody + 'static,
+    F: Future<Output = ()> + 'static,
+{
+    HttpService::build()
+        .graceful_shutdown_signal(stopping)
+        .keep_alive(KeepAlive::Timeout(KEEP_ALIVE))
+        .client_request_timeout(header_timeout)
+        .client_disconnect_timeout(LINGER)
+        // A client that closes its side has gone away, which the stream sees in time; here it is the one way to answer what came before bytes that are
+        // no request.
+        .h1_allow_half_closed(true)
+        .tcp_nodelay(true)
+        .on_connect_ext(|stream: &Stream<T>, data: &mut Extensions| {
+            data.insert(stream.requests());
+        })
+        .finish(map_config(app, |()| AppConfig::default()))
 }
 
 /// Lets pages of these origins call. No cookies: a caller is known by its key.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use outrider_server::audit::AuditLog;
 use outrider_server::auth::{self, KeyRing};
 use outrider_server::http::Settings;
 use serde_json::json;
@@ -170,4 +171,56 @@ fn operators_need_a_token_and_probes_do_not() {
     for probe in ["/livez", "/readyz"] {
         assert_eq!(server.admin(probe).status, 200, "{probe}");
     }
+}
+
+#[test]
+fn without_keys_a_name_that_leads_here_is_not_answered() {
+    let server = TestServer::with(
+        FakeBackend::new(),
+        Settings {
+            local_hosts: true,
+            local_admin_hosts: true,
+            ..TestServer::settings()
+        },
+    );
+    for path in ["/v1/models", "/livez", "/metrics", "/admin/speculation"] {
+        for (host, status) in [
+            ("localhost:8000", 200),
+            ("127.0.0.1", 200),
+            ("evil.example:8000", 421),
+        ] {
+            let reply = server.ask("GET", path, &[("host", host)], "");
+            assert_eq!(reply.status, status, "{path} {host}: {}", reply.body);
+            if status == 421 {
+                assert_eq!(reply.code(), "misdirected_request");
+            }
+        }
+    }
+}
+
+#[test]
+fn who_is_turned_away_while_the_server_goes_down_is_known_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let log = AuditLog::open(&outrider_server::config::Audit {
+        path: path.clone(),
+        prompt_text: false,
+        max_file_bytes: 1 << 20,
+        max_files: 2,
+    })
+    .unwrap();
+    let server = TestServer::audited(FakeBackend::new(), log.clone());
+    server.state.apply(settings());
+    server.drain.begin();
+    let reply = server.ask(
+        "POST",
+        "/v1/completions",
+        &[("authorization", &bearer(ALICE))],
+        "",
+    );
+    assert_eq!(reply.status, 503, "{}", reply.body);
+    actix_web::rt::System::new().block_on(server.drain.idle());
+    log.end();
+    let line = std::fs::read_to_string(path).unwrap();
+    assert!(line.contains("\"caller\":\"alice\""), "{line}");
 }

@@ -33,6 +33,8 @@ pub struct FakeBackend {
     encoding: AtomicUsize,
     /// Most prompts that were encoded at the same time.
     pub most_encoding: AtomicUsize,
+    /// Called when a prompt is to be encoded.
+    pub on_encode: Box<dyn Fn() + Send + Sync>,
     /// Called when the engine is told to stop.
     pub on_stop: Box<dyn Fn() + Send + Sync>,
 }
@@ -88,6 +90,7 @@ impl FakeBackend {
             engine_limits: Mutex::default(),
             encoding: AtomicUsize::new(0),
             most_encoding: AtomicUsize::new(0),
+            on_encode: Box::new(|| {}),
             on_stop: Box::new(|| {}),
         }
     }
@@ -199,6 +202,7 @@ impl Backend for FakeBackend {
     fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         let now = self.encoding.fetch_add(1, Ordering::SeqCst) + 1;
         self.most_encoding.fetch_max(now, Ordering::SeqCst);
+        (self.on_encode)();
         // Gives others that are let in the chance to be seen.
         (0..text.len()).for_each(|_| std::thread::yield_now());
         self.encoding.fetch_sub(1, Ordering::SeqCst);

@@ -7,6 +7,7 @@ mod admin;
 mod answers;
 mod audit;
 mod authentication;
+mod connections;
 mod cross_origin;
 mod fields;
 mod limits;

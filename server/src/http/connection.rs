@@ -1,0 +1,255 @@
+//! What lies below the HTTP library on a connection: a stream that sees what the library does not.
+//!
+//! The library times the first head of a connection and no other, and while an answer is under way it notices a client that leaves only as long as it
+//! has room for what that client has sent. Here
+//! - a head behind the first has as much time as the first;
+//! - a client that closes its side while it waits has gone away, whatever it has sent before, and what it asked for is dropped;
+//! - a client that does not take its answers is not read from;
+//! - what is sent ahead of an answer stays out of the library's reach until the answer is complete, and too much of it ends the connection.
+
+use std::cell::Cell;
+use std::future::Future as _;
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use actix_web::HttpRequest;
+use actix_web::rt::time::{Sleep, sleep};
+use bytes::{Buf as _, BytesMut};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// What a client may send ahead of an answer that it waits for.
+const MAX_AHEAD_BYTES: usize = 64 << 10;
+
+/// What the library is given between two of its turns, far below what it holds: when that is full, it spins.
+const BURST_BYTES: usize = 64 << 10;
+
+/// What handlers tell of the requests of a connection.
+#[derive(Clone, Debug, Default)]
+pub struct Requests(Rc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    begun: Cell<u64>,
+    is_in_flight: Cell<bool>,
+    /// Whether all of it has arrived.
+    is_read: Cell<bool>,
+    /// Whether something has arrived that is no part of it.
+    has_more: Cell<bool>,
+}
+
+/// A request that is in flight until this is dropped.
+#[derive(Debug)]
+pub struct InFlight(Option<Requests>);
+
+impl Requests {
+    /// Those of the connection of this request, where it has any.
+    fn of(request: &HttpRequest) -> Option<&Self> {
+        request.conn_data()
+    }
+
+    /// Notes that a request has begun.
+    pub fn begin(request: &HttpRequest) -> InFlight {
+        let requests = Self::of(request).cloned();
+        if let Some(Self(state)) = &requests {
+            state.begun.set(state.begun.get() + 1);
+            state.is_in_flight.set(true);
+            state.is_read.set(false);
+            state.has_more.set(false);
+        }
+        InFlight(requests)
+    }
+
+    /// Notes that all of a request has arrived.
+    pub fn read(request: &HttpRequest) {
+        if let Some(Self(state)) = Self::of(request) {
+            state.is_read.set(true);
+            state.has_more.set(false);
+        }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        if let Some(Requests(state)) = &self.0 {
+            state.is_in_flight.set(false);
+        }
+    }
+}
+
+/// The stream of a connection.
+#[derive(Debug)]
+pub struct Stream<T> {
+    io: T,
+    requests: Requests,
+    header_timeout: Duration,
+    /// Runs while a head behind the first arrives.
+    head: Option<Pin<Box<Sleep>>>,
+    /// Requests that had begun when it was looked at last.
+    seen: u64,
+    /// Bytes read since the library's last turn.
+    burst_bytes: usize,
+    /// Whether the client takes no more of its answers for now.
+    is_blocked: bool,
+    /// What was sent ahead of the answer.
+    ahead: BytesMut,
+    /// Whether the client has closed its side.
+    is_closed: bool,
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
+    /// A connection whose heads have this time each.
+    pub fn new(io: T, header_timeout: Duration) -> Self {
+        Self {
+            io,
+            requests: Requests::default(),
+            header_timeout,
+            head: None,
+            seen: 0,
+            burst_bytes: 0,
+            is_blocked: false,
+            ahead: BytesMut::new(),
+            is_closed: false,
+        }
+    }
+
+    /// Where handlers tell of their requests.
+    pub fn requests(&self) -> Requests {
+        self.requests.clone()
+    }
+
+    fn is_answering(&self) -> bool {
+        self.requests.0.is_in_flight.get() && self.requests.0.is_read.get()
+    }
+
+    /// Reads what is sent ahead of the answer, to see the client leave.
+    fn poll_ahead(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        while !self.is_closed {
+            let mut bytes = [0; 4096];
+            let mut buffer = ReadBuf::new(&mut bytes);
+            if Pin::new(&mut self.io)
+                .poll_read(cx, &mut buffer)?
+                .is_pending()
+            {
+                return Ok(());
+            }
+            self.is_closed = buffer.filled().is_empty();
+            self.ahead.extend_from_slice(buffer.filled());
+            if self.ahead.len() > MAX_AHEAD_BYTES {
+                return Err(io::Error::new(
+                    io::ErrorKind::ConnectionAborted,
+                    format!("more than {MAX_AHEAD_BYTES} bytes came ahead of an answer"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails when whoever waits for an answer has gone.
+    fn check_client(&self) -> io::Result<()> {
+        if self.is_closed && self.requests.0.is_in_flight.get() {
+            return Err(io::Error::new(
+                io::ErrorKind::ConnectionAborted,
+                "the client closed its side before it had its answer",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Fails when a head behind the first takes too long.
+    fn poll_head(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let state = &self.requests.0;
+        if state.begun.get() != self.seen {
+            self.seen = state.begun.get();
+            self.head = None;
+        }
+        if self.seen == 0 || state.is_in_flight.get() || !state.has_more.get() {
+            return Ok(());
+        }
+        let timeout = self.header_timeout;
+        let timer = self.head.get_or_insert_with(|| Box::pin(sleep(timeout)));
+        if timer.as_mut().poll(cx).is_ready() {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the head of a request took too long",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.is_answering() {
+            self.poll_ahead(cx)?;
+            return if self.is_closed {
+                Poll::Ready(Ok(()))
+            } else {
+                Poll::Pending
+            };
+        }
+        self.poll_head(cx)?;
+        if self.is_blocked {
+            // Woken when it takes some.
+            return Poll::Pending;
+        }
+        if self.burst_bytes >= BURST_BYTES {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let before = buffer.filled().len();
+        if !self.ahead.is_empty() {
+            let length = buffer.remaining().min(self.ahead.len());
+            buffer.put_slice(&self.ahead[..length]);
+            self.ahead.advance(length);
+        } else if !self.is_closed {
+            if Pin::new(&mut self.io).poll_read(cx, buffer)?.is_pending() {
+                return Poll::Pending;
+            }
+            self.is_closed = buffer.filled().len() == before;
+        }
+        let read = buffer.filled().len() - before;
+        self.burst_bytes += read;
+        if read > 0 {
+            self.requests.0.has_more.set(true);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Stream<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.check_client()?;
+        let written = Pin::new(&mut self.io).poll_write(cx, bytes);
+        self.is_blocked = written.is_pending();
+        written
+    }
+
+    /// The last thing that the library does in each of its turns.
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.burst_bytes = 0;
+        if self.is_answering() {
+            // The library no longer reads when it has met bytes that are no request.
+            self.poll_ahead(cx)?;
+        } else if !self.ahead.is_empty() {
+            cx.waker().wake_by_ref();
+        }
+        self.check_client()?;
+        self.poll_head(cx)?;
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,310 @@
+//! Connections: heads behind the first, clients that leave or send what they should not, bodies that nobody reads, and the turns of bodies.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use outrider_server::http::{Connections, Settings};
+use serde_json::json;
+
+use crate::fake::{FakeBackend, held, stopped, token};
+use crate::server::{BODY_LIMIT_BYTES, Reply, TestServer};
+
+const COMPLETIONS: &str = "/v1/completions";
+
+/// Longest wait for an answer, far above what it needs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const MODELS: &str = "GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n";
+
+fn connect(server: &TestServer) -> TcpStream {
+    let stream = TcpStream::connect(server.address()).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// A request with this body; `head` is a line of the head, or several.
+fn post(version: &str, head: &str, body: &str) -> String {
+    format!(
+        "POST {COMPLETIONS} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n{head}\r\n{body}",
+        body.len()
+    )
+}
+
+fn hi() -> String {
+    json!({"model": "fake", "prompt": "hi"}).to_string()
+}
+
+/// All that comes until the server closes the connection.
+fn rest(stream: &mut TcpStream) -> String {
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Ok(_) => {}
+        // What it had not read when it closed.
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+        Err(error) => panic!("{error}: {}", String::from_utf8_lossy(&answer)),
+    }
+    String::from_utf8(answer).unwrap()
+}
+
+/// The head of an answer, and nothing of what is behind it.
+fn head(stream: &mut TcpStream) -> String {
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        let length = stream.read(&mut byte).unwrap();
+        assert_ne!(length, 0, "{}", String::from_utf8_lossy(&answer));
+        answer.extend_from_slice(&byte);
+    }
+    String::from_utf8(answer).unwrap()
+}
+
+/// An answer that has a length.
+fn answer(stream: &mut TcpStream) -> String {
+    let mut answer = head(stream);
+    let length = answer
+        .lines()
+        .find_map(|line| line.strip_prefix("content-length: "))
+        .unwrap();
+    let mut body = vec![0; length.parse().unwrap()];
+    stream.read_exact(&mut body).unwrap();
+    answer.push_str(std::str::from_utf8(&body).unwrap());
+    answer
+}
+
+#[test]
+fn a_later_head_that_does_not_arrive_in_time_ends_its_connection_and_a_rest_between_requests_does_not()
+ {
+    let connections = Connections {
+        header_timeout: Duration::from_secs(1),
+        ..Connections::default()
+    };
+    let server = TestServer::connected(FakeBackend::new(), TestServer::settings(), connections);
+    // Its body comes by itself, so that it is not taken for the beginning of a head.
+    let mut resting = connect(&server);
+    let request = post("1.1", "", &hi());
+    let (start, body) = request.split_at(request.len() - hi().len());
+    resting.write_all(start.as_bytes()).unwrap();
+    while server.drain.in_flight() == 0 {
+        std::thread::yield_now();
+    }
+    resting.write_all(body.as_bytes()).unwrap();
+    assert!(answer(&mut resting).starts_with("HTTP/1.1 200 "));
+
+    // With the request before it, and after its answer.
+    let mut together = connect(&server);
+    write!(together, "{MODELS}GET / HTTP/1.1\r\nx: ").unwrap();
+    let mut apart = connect(&server);
+    apart.write_all(MODELS.as_bytes()).unwrap();
+    assert!(answer(&mut apart).starts_with("HTTP/1.1 200 "));
+    apart.write_all(b"GET / HTTP/1.1\r\nx: ").unwrap();
+    together.write_all(b"y").unwrap();
+    for stream in [&mut together, &mut apart] {
+        let answers = rest(stream);
+        assert!(!answers.contains("HTTP/1.1 4"), "{answers}");
+    }
+    // It has rested for longer than a head may take.
+    resting.write_all(MODELS.as_bytes()).unwrap();
+    assert!(answer(&mut resting).starts_with("HTTP/1.1 200 "));
+}
+
+#[test]
+fn a_client_that_leaves_is_noticed_whatever_it_has_sent_before() {
+    let (backend, senders) = held();
+    let server = TestServer::start(backend);
+    let half_head = format!("GET / HTTP/1.1\r\nx: {}", "a".repeat(60_000));
+    let body = format!(
+        "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 400000\r\n\r\n{}",
+        "a".repeat(300_000)
+    );
+    let gets = MODELS.repeat(80_000);
+    for junk in ["", MODELS, &half_head, &body, &gets, "no request\r\n\r\n"] {
+        let mut stream = connect(&server);
+        stream.write_all(post("1.1", "", &hi()).as_bytes()).unwrap();
+        let events = senders.recv().unwrap();
+        // The server may hang up on it before all is sent.
+        let _ = stream.write_all(junk.as_bytes());
+        drop(stream);
+        wait_closed(&events);
+    }
+    // Half of a connection that is closed is enough.
+    let mut stream = connect(&server);
+    stream.write_all(post("1.1", "", &hi()).as_bytes()).unwrap();
+    let events = senders.recv().unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    wait_closed(&events);
+}
+
+/// Returns when nobody can receive any more.
+fn wait_closed(events: &tokio::sync::mpsc::UnboundedSender<outrider_server::engine::Event>) {
+    actix_web::rt::System::new().block_on(events.closed());
+}
+
+#[test]
+fn what_is_sent_ahead_of_an_answer_is_answered_after_it() {
+    let (backend, senders) = held();
+    let server = TestServer::start(backend);
+    for (ahead, status) in [(MODELS, "200"), ("no request\r\n\r\n", "400")] {
+        for is_apart in [false, true] {
+            let mut stream = connect(&server);
+            let request = post("1.1", "", &hi());
+            let together = if is_apart { "" } else { ahead };
+            write!(stream, "{request}{together}").unwrap();
+            let events = senders.recv().unwrap();
+            if is_apart {
+                stream.write_all(ahead.as_bytes()).unwrap();
+            }
+            events.send(token("yes")).unwrap();
+            events.send(stopped("", 1)).unwrap();
+            let first = answer(&mut stream);
+            assert!(first.starts_with("HTTP/1.1 200 "), "{first}");
+            assert!(first.contains("yes"), "{first}");
+            let second = head(&mut stream);
+            let expected = format!("HTTP/1.1 {status} ");
+            assert!(second.starts_with(&expected), "{second}");
+        }
+    }
+}
+
+#[test]
+fn a_body_that_nobody_reads_is_not_taken_for_ever_and_its_answer_is_seen() {
+    let server = TestServer::start(FakeBackend::new());
+    for length in [
+        "transfer-encoding: chunked",
+        "content-length: 1000000000000",
+    ] {
+        let mut stream = connect(&server);
+        write!(
+            stream,
+            "POST /v1/nothing HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n"
+        )
+        .unwrap();
+        let mut writer = stream.try_clone().unwrap();
+        let flood = std::thread::spawn(move || {
+            let chunk = format!("10000\r\n{}\r\n", "a".repeat(0x10000));
+            while writer.write_all(chunk.as_bytes()).is_ok() {}
+        });
+        let answer = answer(&mut stream);
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+        assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
+        flood.join().unwrap();
+    }
+}
+
+#[test]
+fn before_http_1_1_a_stream_has_no_chunks_and_ends_with_its_connection() {
+    let server = TestServer::start(FakeBackend::new());
+    let body =
+        json!({"model": "fake", "prompt": "hi", "stream": true, "max_tokens": 3}).to_string();
+    for head in ["", "connection: keep-alive\r\n"] {
+        let mut stream = connect(&server);
+        stream
+            .write_all(post("1.0", head, &body).as_bytes())
+            .unwrap();
+        let answer = rest(&mut stream);
+        let (head, events) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.0 200 "), "{head}");
+        assert!(!head.contains("transfer-encoding"), "{head}");
+        assert!(!head.contains("keep-alive"), "{head}");
+        assert!(events.starts_with("data: "), "{events}");
+        assert!(events.ends_with("data: [DONE]\n\n"), "{events}");
+    }
+}
+
+#[test]
+fn a_body_that_says_it_is_too_long_is_not_waited_for() {
+    let server = TestServer::start(FakeBackend::new());
+    let mut stream = connect(&server);
+    write!(
+        stream,
+        "POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        BODY_LIMIT_BYTES + 1
+    )
+    .unwrap();
+    let answer = answer(&mut stream);
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+}
+
+#[test]
+fn every_encoding_of_a_body_counts() {
+    let server = TestServer::start(FakeBackend::new());
+    for (encodings, status) in [
+        (&["identity", "identity"][..], "200"),
+        (&["identity", "gzip"], "415"),
+        (&["gzip", "identity"], "415"),
+    ] {
+        let lines: String = encodings
+            .iter()
+            .map(|encoding| format!("content-encoding: {encoding}\r\n"))
+            .collect();
+        let mut stream = connect(&server);
+        stream
+            .write_all(post("1.1", &lines, &hi()).as_bytes())
+            .unwrap();
+        let answer = answer(&mut stream);
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{encodings:?}: {answer}");
+    }
+}
+
+/// A model that says when it encodes a prompt, and does so once it is let or nobody is left to let it.
+fn gated() -> (FakeBackend, Receiver<()>, Sender<()>) {
+    let (began, begun) = channel();
+    let (let_go, gate) = channel::<()>();
+    let gate = Mutex::new(gate);
+    let mut backend = FakeBackend::new();
+    backend.on_encode = Box::new(move || {
+        let _ = began.send(());
+        let _ = gate.lock().unwrap().recv();
+    });
+    (backend, begun, let_go)
+}
+
+/// What is answered to one of two long prompts while the other one is being encoded.
+fn beside_a_long_prompt(settings: Settings) -> Reply {
+    let (backend, begun, let_go) = gated();
+    let server = TestServer::with(backend, settings);
+    let body = json!({"model": "fake", "prompt": "x".repeat(BODY_LIMIT_BYTES - 100)});
+    std::thread::scope(|scope| {
+        let (answers, answered) = channel();
+        for _ in 0..2 {
+            let answers = answers.clone();
+            let (server, body) = (&server, &body);
+            scope.spawn(move || answers.send(server.post(COMPLETIONS, body)).unwrap());
+        }
+        begun.recv().unwrap();
+        let first = answered.recv().unwrap();
+        drop(let_go);
+        answered.recv().unwrap();
+        first
+    })
+}
+
+#[test]
+fn waiting_to_be_tokenised_has_an_end() {
+    let settings = TestServer::settings();
+    let reply = beside_a_long_prompt(Settings {
+        queue_timeout: Duration::from_millis(1),
+        ..settings.clone()
+    });
+    assert_eq!(
+        (reply.status, reply.code().as_str()),
+        (503, "queue_timeout")
+    );
+    let reply = beside_a_long_prompt(Settings {
+        request_deadline: Duration::from_millis(200),
+        ..settings.clone()
+    });
+    assert_eq!(
+        (reply.status, reply.code().as_str()),
+        (504, "deadline_exceeded")
+    );
+    let reply = beside_a_long_prompt(Settings {
+        queue_capacity: 0,
+        ..settings
+    });
+    assert_eq!((reply.status, reply.code().as_str()), (429, "queue_full"));
+    assert_eq!(reply.header("retry-after"), Some("1"));
+}
