@@ -21,7 +21,23 @@ pub enum Profile {
 pub fn cargo(workspace: &Workspace) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace.root());
+    forget_package(&mut command);
     command
+}
+
+/// Takes what cargo says to a program about its package out of the environment of `command`, which runs another cargo.
+///
+/// Build scripts that look at it, such as ring's, would see other values there than in a shell: everything above them would be built twice.
+pub fn forget_package(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let of_package = ["CARGO_MANIFEST_", "CARGO_PKG_"];
+        if name
+            .to_str()
+            .is_some_and(|name| of_package.iter().any(|prefix| name.starts_with(prefix)))
+        {
+            command.env_remove(name);
+        }
+    }
 }
 
 /// Builds `outrider-server`.
