@@ -66,6 +66,16 @@ fn beside_the_tests(name: &str, variable: Option<&str>) -> anyhow::Result<PathBu
     Ok(binary)
 }
 
+/// A program of Debian's `package`, from `PATH` or the folders that only root has in it.
+pub fn program(name: &str, package: &str) -> anyhow::Result<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/usr/local/sbin".into()])
+        .map(|directory| directory.join(name))
+        .find(|program| program.is_file())
+        .with_context(|| format!("{name} is not installed: apt-get install {package}"))
+}
+
 /// A checked-in file under `tests/`.
 pub fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
