@@ -6,7 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use outrider_bundle::manifest::TextFacts;
-use outrider_server::text::{ChatMessage, Text};
+use outrider_server::text::{ChatMessage, EncodeError, Text};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, json};
@@ -98,6 +98,30 @@ fn every_golden_string_has_its_ids() {
             case.text
         );
     }
+}
+
+#[test]
+fn a_text_is_refused_by_its_bytes_only_where_it_cannot_fit() {
+    const CONTEXT_TOKENS: usize = 512;
+    let reference = reference();
+    for case in golden::<Vec<Strings>>("tokenizer.json") {
+        let exact = text_of(&reference, None).with_context(case.plain.len());
+        assert_eq!(exact.encode_plain(&case.text).unwrap(), case.plain);
+    }
+    let text = text_of(&reference, None).with_context(CONTEXT_TOKENS);
+    for hopeless in ["7", "lorem ipsum dolor ", "\u{65e5}\u{672c}"] {
+        let hopeless = hopeless.repeat(60_000 / hopeless.len());
+        let error = text.encode_plain(&hopeless).unwrap_err();
+        let EncodeError::TooLong { least_tokens, .. } = error else {
+            panic!("{error}");
+        };
+        assert!(least_tokens > CONTEXT_TOKENS);
+        let tokens = text_of(&reference, None).encode_plain(&hopeless).unwrap();
+        assert!(least_tokens <= tokens.len());
+    }
+    // The vocabulary has no token for it, so that it is dropped.
+    let dropped = text.encode_plain(&"\u{4}".repeat(60_000)).unwrap();
+    assert!(dropped.len() <= 1, "{dropped:?}");
 }
 
 #[derive(Deserialize)]

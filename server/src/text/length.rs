@@ -1,7 +1,7 @@
 //! The fewest tokens that a text can make, by its bytes alone.
 //!
 //! Every byte of a text ends up in a token when nothing on the way drops text: no normaliser but those listed, no pre-tokeniser that removes what it
-//! splits at, and a vocabulary in which every byte is a token. A byte then has at least that share of a token which it has in the longest token that it
+//! splits at, and a vocabulary in which the byte is a token. A byte then has at least that share of a token which it has in the longest token that it
 //! occurs in, and a text makes at least as many tokens as the shares of its bytes add up to, whatever its tokens are.
 
 use serde_json::Value;
@@ -23,8 +23,17 @@ pub(super) struct Pipeline<'a> {
     pub(super) byte_fallback: bool,
 }
 
-/// By how much a text can shrink before it is cut into tokens; `None` when there is no such number.
-pub(super) fn keeps_text(pipeline: &Pipeline<'_>) -> Option<usize> {
+/// What the stages of a tokenizer leave of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Kept {
+    /// How much shorter than itself it can become before it is cut into tokens.
+    shrinking: usize,
+    /// Whether it is cut between bytes, so that one that is no token goes alone.
+    by_bytes: bool,
+}
+
+/// What is left of any text; `None` when it can be as little as nothing.
+pub(super) fn keeps_text(pipeline: &Pipeline<'_>) -> Option<Kept> {
     let mut shrinking = 1;
     for step in steps(pipeline.normalizer, "normalizers") {
         match step["type"].as_str()? {
@@ -37,17 +46,20 @@ pub(super) fn keeps_text(pipeline: &Pipeline<'_>) -> Option<usize> {
             _ => return None,
         }
     }
-    let mut is_byte_level = false;
+    let mut by_bytes = false;
     for step in steps(pipeline.pre_tokenizer, "pretokenizers") {
         match step["type"].as_str()? {
-            "ByteLevel" => is_byte_level = true,
+            "ByteLevel" => by_bytes = true,
             "Metaspace" => shrinking = CHANGE_SHRINKS,
             "Digits" => {}
             "Split" if step["behavior"] != "Removed" => {}
             _ => return None,
         }
     }
-    (is_byte_level || pipeline.byte_fallback).then_some(shrinking)
+    (by_bytes || pipeline.byte_fallback).then_some(Kept {
+        shrinking,
+        by_bytes,
+    })
 }
 
 /// A stage, or the stages of a sequence of them.
@@ -74,13 +86,13 @@ pub(super) struct Shares {
     of: Box<[u64; 256]>,
     /// How much shorter than itself a text can become before it is cut into tokens.
     shrinking: usize,
-    /// Bytes of the longest token.
-    longest: usize,
+    /// Bytes of the longest token, when every byte is one.
+    longest: Option<usize>,
 }
 
 impl Shares {
-    /// Those of a vocabulary; `None` when a byte is in no token of its own, so that it may be dropped.
-    pub(super) fn of(detokenizer: &Detokenizer, shrinking: usize) -> Option<Self> {
+    /// Those of a vocabulary; `None` when a byte that is no token takes others with it.
+    pub(super) fn of(detokenizer: &Detokenizer, kept: Kept) -> Option<Self> {
         let mut longest_with = [0; 256];
         let mut is_token = [false; 256];
         for id in 0..detokenizer.vocab_size() {
@@ -96,14 +108,21 @@ impl Shares {
         let is_missing = |byte: u8| {
             !is_token[usize::from(byte)] && !NEVER_IN_UTF8.iter().any(|range| range.contains(&byte))
         };
-        if (0..=u8::MAX).any(is_missing) {
+        let is_complete = !(0..=u8::MAX).any(is_missing);
+        if !is_complete && !kept.by_bytes {
             return None;
         }
-        let of = longest_with.map(|longest| TOKEN / (longest.max(1) as u64));
+        let mut of = Box::new([0; 256]);
+        for (byte, share) in of.iter_mut().enumerate() {
+            // One that is no token is dropped.
+            if is_token[byte] {
+                *share = TOKEN / (longest_with[byte] as u64);
+            }
+        }
         Some(Self {
-            of: Box::new(of),
-            shrinking,
-            longest: longest_with.into_iter().max().unwrap_or(1),
+            of,
+            shrinking: kept.shrinking,
+            longest: longest_with.into_iter().max().filter(|_| is_complete),
         })
     }
 
@@ -122,7 +141,10 @@ impl Shares {
                 .sum()
         };
         let by_share = usize::try_from(sum.div_ceil(TOKEN)).unwrap_or(usize::MAX);
-        by_share.max(bytes.len().div_ceil(self.longest * self.shrinking))
+        let by_length = self
+            .longest
+            .map_or(0, |longest| bytes.len().div_ceil(longest * self.shrinking));
+        by_share.max(by_length)
     }
 }
 
@@ -225,21 +247,22 @@ mod tests {
                 byte_fallback: *byte_fallback,
             };
             assert_eq!(
-                keeps_text(&pipeline),
+                keeps_text(&pipeline).map(|kept| kept.shrinking),
                 *expected,
                 "{normalizer} {pre_tokenizer}"
             );
         }
     }
 
-    /// Shares of a vocabulary in which `a` has at most three bytes of company, and every other byte none.
+    /// Shares of a vocabulary in which `a` has at most three bytes of company, and every other byte none; `!` is no token.
     fn shares(shrinking: usize) -> Shares {
         let mut of = Box::new([TOKEN; 256]);
         of[usize::from(b'a')] = TOKEN / 4;
+        of[usize::from(b'!')] = 0;
         Shares {
             of,
             shrinking,
-            longest: 4,
+            longest: (shrinking > 1).then_some(4),
         }
     }
 
@@ -251,6 +274,7 @@ mod tests {
             ("aaaaa", 1, 2),
             ("aaaa1", 1, 2),
             ("1111", 1, 4),
+            ("!!!!!!!!a", 1, 1),
             ("\u{e9}", 1, 2),
             // The last one may be composed with what follows, and the others not.
             ("1111", 3, 3),

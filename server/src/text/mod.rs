@@ -138,7 +138,7 @@ impl Text {
         };
         let shares = keeps_text
             .filter(|_| !encoder.swallows_space())
-            .and_then(|shrinking| Shares::of(&detokenizer, shrinking));
+            .and_then(|kept| Shares::of(&detokenizer, kept));
         Ok(Self {
             shares,
             length: LengthLimit::default(),
