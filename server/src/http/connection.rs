@@ -26,6 +26,9 @@ const MAX_AHEAD_BYTES: usize = 64 << 10;
 /// What the library is given between two of its turns, far below what it holds: when that is full, it spins.
 const BURST_BYTES: usize = 64 << 10;
 
+/// What is read of a client between two requests, far above a head: the rest of a body that nobody wants, so that its sender gets to read why.
+const MAX_REST_BYTES: usize = 64 << 20;
+
 /// What handlers tell of the requests of a connection.
 #[derive(Clone, Debug, Default)]
 pub struct Requests(Rc<State>);
@@ -91,6 +94,8 @@ pub struct Stream<T> {
     seen: u64,
     /// Bytes read since the library's last turn.
     burst_bytes: usize,
+    /// Bytes read since the last request had its answer.
+    rest_bytes: usize,
     /// Whether the client takes no more of its answers for now.
     is_blocked: bool,
     /// What was sent ahead of the answer.
@@ -109,6 +114,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
             head: None,
             seen: 0,
             burst_bytes: 0,
+            rest_bytes: 0,
             is_blocked: false,
             ahead: BytesMut::new(),
             is_closed: false,
@@ -164,6 +170,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
         if state.begun.get() != self.seen {
             self.seen = state.begun.get();
             self.head = None;
+            self.rest_bytes = 0;
         }
         if self.seen == 0 || state.is_in_flight.get() || !state.has_more.get() {
             return Ok(());
@@ -218,6 +225,17 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<T> {
         self.burst_bytes += read;
         if read > 0 {
             self.requests.0.has_more.set(true);
+        }
+        if self.requests.0.is_in_flight.get() {
+            self.rest_bytes = 0;
+        } else {
+            self.rest_bytes += read;
+        }
+        if self.rest_bytes > MAX_REST_BYTES {
+            return Poll::Ready(Err(io::Error::new(
+                io::ErrorKind::ConnectionAborted,
+                format!("more than {MAX_REST_BYTES} bytes came that are no request"),
+            )));
         }
         Poll::Ready(Ok(()))
     }

@@ -17,6 +17,9 @@ const COMPLETIONS: &str = "/v1/completions";
 /// Longest wait for an answer, far above what it needs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// More than what is thrown away of a body that nobody reads, and all that sockets hold.
+const MOST_THROWN_AWAY_BYTES: usize = 128 << 20;
+
 const MODELS: &str = "GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n";
 
 fn connect(server: &TestServer) -> TcpStream {
@@ -184,13 +187,33 @@ fn a_body_that_nobody_reads_is_not_taken_for_ever_and_its_answer_is_seen() {
         let mut writer = stream.try_clone().unwrap();
         let flood = std::thread::spawn(move || {
             let chunk = format!("10000\r\n{}\r\n", "a".repeat(0x10000));
-            while writer.write_all(chunk.as_bytes()).is_ok() {}
+            let mut chunks = 0;
+            while writer.write_all(chunk.as_bytes()).is_ok() {
+                chunks += 1;
+            }
+            chunks * chunk.len()
         });
         let answer = answer(&mut stream);
         assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
         assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
-        flood.join().unwrap();
+        let sent_bytes = flood.join().unwrap();
+        assert!(sent_bytes < MOST_THROWN_AWAY_BYTES, "{sent_bytes}");
     }
+}
+
+#[test]
+fn a_client_that_takes_no_answers_is_not_read_from() {
+    let server = TestServer::start(FakeBackend::new());
+    let mut stream = connect(&server);
+    stream
+        .set_write_timeout(Some(Duration::from_secs(2)))
+        .unwrap();
+    let requests = MODELS.repeat(1000);
+    // Far more than sockets hold.
+    let blocked = (0..(32 << 20) / requests.len())
+        .find_map(|_| stream.write_all(requests.as_bytes()).err())
+        .expect("the server reads on");
+    assert_eq!(blocked.kind(), ErrorKind::WouldBlock, "{blocked}");
 }
 
 #[test]
