@@ -246,10 +246,9 @@ fn answer(connection: TcpStream, name: &str, ready: &AtomicBool) -> anyhow::Resu
         let is_down = request.contains(" /readyz ") && !ready.load(Ordering::SeqCst);
         let status = if is_down { "503 Down" } else { "200 OK" };
         let length = name.len();
-        write!(
-            writer,
-            "HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n{name}"
-        )?;
+        let answer = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n{name}");
+        // In one piece: the second of two would wait for the first one's acknowledgement.
+        writer.write_all(answer.as_bytes())?;
     }
     Ok(())
 }

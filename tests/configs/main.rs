@@ -31,6 +31,8 @@ fn main() -> ExitCode {
             rendered_manifests_are_those_of_the_overlays,
             pods_end_after_their_drain_and_run_without_privileges,
             probes_leave_a_large_model_time_to_load,
+            variables_are_keys_of_the_server,
+            every_way_to_serve_has_its_guards,
         },
         queries::{
             rules_and_dashboard_ask_only_for_metrics_that_exist,

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
+use outrider_server::config::{ENVIRONMENT_PREFIX, KEYS};
 use serde::Deserialize;
 use serde_json::Value;
 use xtask::python::Python;
@@ -122,6 +123,60 @@ pub fn probes_leave_a_large_model_time_to_load() -> anyhow::Result<()> {
                     "{path}: {probe} does not ask {page}"
                 );
             }
+        }
+    }
+    Ok(())
+}
+
+pub fn variables_are_keys_of_the_server() -> anyhow::Result<()> {
+    for (path, documents) in rendered_documents()? {
+        let settings = documents
+            .iter()
+            .filter(|document| document["kind"] == "ConfigMap")
+            .filter_map(|document| document["data"].as_object())
+            .flat_map(|data| data.keys().map(String::as_str));
+        let variables = deployments(&documents)
+            .filter_map(|deployment| {
+                deployment
+                    .pointer("/spec/template/spec/containers/0/env")?
+                    .as_array()
+            })
+            .flatten()
+            .filter_map(|variable| variable["name"].as_str());
+        let mut seen = 0;
+        for variable in settings.chain(variables) {
+            let key = variable
+                .strip_prefix(ENVIRONMENT_PREFIX)
+                .with_context(|| format!("{}: {variable} is not the server's", path.display()))?;
+            let key = key.to_lowercase().replace("__", ".");
+            ensure!(
+                KEYS.iter().any(|known| known.path == key),
+                "{}: {variable}: the server has no key {key}",
+                path.display()
+            );
+            seen += 1;
+        }
+        let has_servers = deployments(&documents).next().is_some();
+        ensure!(seen > 0 || !has_servers, "{} sets nothing", path.display());
+    }
+    Ok(())
+}
+
+pub fn every_way_to_serve_has_its_guards() -> anyhow::Result<()> {
+    for (path, documents) in rendered_documents()? {
+        let name = path.file_stem().and_then(|name| name.to_str());
+        let is_whole = matches!(name, Some("cpu" | "cuda" | "image-volume"));
+        for kind in [
+            "Deployment",
+            "HTTPRoute",
+            "HorizontalPodAutoscaler",
+            "NetworkPolicy",
+            "PodDisruptionBudget",
+            "Service",
+            "ServiceMonitor",
+        ] {
+            let has = documents.iter().any(|document| document["kind"] == kind);
+            ensure!(has || !is_whole, "{} has no {kind}", path.display());
         }
     }
     Ok(())

@@ -196,30 +196,43 @@ pub fn a_misspelled_key_fails_promtool() -> anyhow::Result<()> {
         "prometheus.yml",
         "outrider.rules.yml",
         "outrider.alerts.yml",
-        "outrider.alerts.test.yml",
     ];
     for file in files {
         let source = repository("configs/prometheus").join(file);
         fs::copy(source, scratch.path().join(file))?;
     }
+    // The tests of one alert; all of them take long.
+    let tests = fs::read_to_string(repository("configs/prometheus/outrider.alerts.test.yml"))?;
+    let separator = "  - name: ";
+    let mut parts = tests.split(separator);
+    let mut few = parts.next().context("no tests")?.to_owned();
+    for part in parts.filter(|part| part.starts_with("\"OutriderNotReady")) {
+        few.push_str(separator);
+        few.push_str(part);
+    }
+    fs::write(scratch.path().join("test.yml"), few)?;
+
     let accepts = |arguments: &[&str]| -> anyhow::Result<bool> {
         let mut command = Command::new(&promtool);
         command.args(arguments).current_dir(scratch.path());
         Ok(command.output()?.status.success())
     };
     let check = ["check", "config", "prometheus.yml"];
-    let test = ["test", "rules", "outrider.alerts.test.yml"];
+    let test = ["test", "rules", "test.yml"];
+    ensure!(
+        accepts(&check)? && accepts(&test)?,
+        "promtool refuses configs/prometheus"
+    );
     for (file, word, arguments) in [
         ("prometheus.yml", "scrape_timeout", check),
         ("outrider.rules.yml", "record", check),
         ("outrider.alerts.yml", "annotations", check),
-        ("outrider.alerts.test.yml", "exp_alerts", test),
+        ("test.yml", "exp_alerts", test),
         // A metric of another name is no fault of the file, but its alert no longer fires.
         ("outrider.alerts.yml", "outrider_ready", test),
     ] {
         let path = scratch.path().join(file);
         let text = fs::read_to_string(&path)?;
-        ensure!(accepts(&arguments)?, "promtool refuses {file}");
         ensure!(text.contains(word), "{file} has no {word}");
         fs::write(&path, text.replace(word, &format!("{word}x")))?;
         ensure!(!accepts(&arguments)?, "promtool accepts {word}x in {file}");

@@ -10,6 +10,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use libtest_mimic::{Arguments, Failed, Trial};
+use outrider_server::config::KEYS;
+use outrider_tests::fixtures;
 
 use scene::Scene;
 
@@ -43,6 +45,10 @@ fn main() -> ExitCode {
         Trial::test("a_page_of_another_shape_is_refused", || {
             report(other_shapes_are_refused())
         }),
+        Trial::test(
+            "every_key_alert_and_metric_that_a_page_names_exists",
+            || report(names_exist()),
+        ),
         Trial::test("first_deployment_then_a_rollout_and_back", || {
             report(journey())
         }),
@@ -112,6 +118,48 @@ fn pages_have_one_shape() -> anyhow::Result<()> {
         .collect();
     ensure!(missing.is_empty(), "there are no pages {missing:?}");
     Ok(())
+}
+
+fn names_exist() -> anyhow::Result<()> {
+    let read = |file: &str| std::fs::read_to_string(fixtures::data("..").join(file));
+    let alerts = read("configs/prometheus/outrider.alerts.yml")?;
+    let metrics = read("docs/metrics.md")?;
+    let exists = |name: &str| -> bool {
+        if name.starts_with("serving.") {
+            KEYS.iter().any(|key| key.path == name)
+        } else if name.starts_with("outrider_") {
+            metrics.contains(&format!("| `{name}` |"))
+        } else {
+            alerts.contains(&format!("alert: {name}"))
+        }
+    };
+    let mut seen = 0;
+    for page in page::names()? {
+        for name in names_in(&page::text(&page)?) {
+            ensure!(exists(name), "{page}: there is no {name}");
+            seen += 1;
+        }
+    }
+    ensure!(seen > 20, "only {seen} names were found");
+    for name in ["serving.listem", "outrider_redy", "OutriderDowm"] {
+        ensure!(!exists(name), "{name} is taken for one that exists");
+    }
+    Ok(())
+}
+
+/// Keys, metrics and alerts that a page names in backticks.
+fn names_in(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`')
+        .skip(1)
+        .step_by(2)
+        .map(|quoted| quoted.split(['{', ':', ' ']).next().unwrap_or_default())
+        .filter(|name| {
+            ["serving.", "outrider_", "Outrider"]
+                .iter()
+                .any(|prefix| name.starts_with(prefix))
+        })
+        // The beginning of the names of several.
+        .filter(|&name| name != "OutriderCanary")
 }
 
 fn other_shapes_are_refused() -> anyhow::Result<()> {
