@@ -55,6 +55,8 @@ pub struct Options<'a> {
     pub compression: Compression,
     /// Largest layer in bytes, before compression; `None` is no limit.
     pub max_layer_bytes: Option<u64>,
+    /// Whether layers of weights are written; without them the layout is whole in this process alone, where it can be pushed.
+    pub store_weights: bool,
     /// Whether only the layers of the bundle are in the image, to be mounted as a volume.
     pub weights_only: bool,
     /// Labels that the definition can't know, such as version and revision.
@@ -211,9 +213,9 @@ impl Assembly<'_> {
                 });
             };
             let is_large = expected.size_bytes >= OWN_LAYER_BYTES;
-            let node = Node::File(Content::Path(from, Some(expected)), Mode::ReadOnly);
+            let node = Node::File(Content::Path(from.clone(), Some(expected)), Mode::ReadOnly);
             if is_large {
-                self.add_weights(&to, node)?;
+                self.add_weights(&to, &from, node)?;
             } else {
                 small.insert(&to, node)?;
             }
@@ -222,13 +224,20 @@ impl Assembly<'_> {
     }
 
     /// One file as a layer of its own.
-    fn add_weights(&mut self, path: &str, node: Node) -> Result<(), Error> {
+    fn add_weights(&mut self, path: &str, from: &Path, node: Node) -> Result<(), Error> {
         let mut tree = Tree::default();
         tree.insert(path, node)?;
         self.check_size(path, &tree)?;
-        let (mut descriptor, written) =
-            self.layout
-                .layer(&tree, Compression::None, self.options.epoch_s)?;
+        let Options {
+            epoch_s,
+            store_weights,
+            ..
+        } = self.options;
+        let (mut descriptor, written) = if *store_weights {
+            self.layout.layer(&tree, Compression::None, *epoch_s)?
+        } else {
+            self.layout.unstored_layer(&tree, from, *epoch_s)?
+        };
         let annotations = [
             (FILE_ANNOTATION, path.to_owned()),
             (FILE_SHA256_ANNOTATION, written.files[path].sha256.clone()),

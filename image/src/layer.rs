@@ -34,6 +34,9 @@ const CHUNKS_AHEAD: usize = 4;
 /// Size of a header, and what contents are filled up to.
 const BLOCK_BYTES: u64 = 512;
 
+/// Size of the end of an archive.
+pub(crate) const END_BYTES: u64 = 2 * BLOCK_BYTES;
+
 /// Longest path or link target that fits into a header.
 const NAME_BYTES: usize = 100;
 
@@ -118,7 +121,7 @@ pub fn write(
 
 /// Size of the archive that a tree becomes, before compression.
 pub fn archive_bytes(tree: &Tree) -> Result<u64, Error> {
-    let mut total = 2 * BLOCK_BYTES;
+    let mut total = END_BYTES;
     let mut directories = BTreeSet::new();
     for (path, node) in tree.iter() {
         for directory in above(path) {
@@ -128,8 +131,7 @@ pub fn archive_bytes(tree: &Tree) -> Result<u64, Error> {
         }
         total += match node {
             Node::File(content, _) => {
-                let content_bytes = content.size_bytes()?.next_multiple_of(BLOCK_BYTES);
-                header_bytes(path.len()) + content_bytes
+                header_bytes(path.len()) + filled_up_bytes(content.size_bytes()?)
             }
             Node::Link(target) => {
                 header_bytes(path.len()) + header_bytes(target.len()) - BLOCK_BYTES
@@ -139,6 +141,11 @@ pub fn archive_bytes(tree: &Tree) -> Result<u64, Error> {
         };
     }
     Ok(total)
+}
+
+/// Size of a content with what it is filled up with.
+pub(crate) fn filled_up_bytes(content_bytes: u64) -> u64 {
+    content_bytes.next_multiple_of(BLOCK_BYTES)
 }
 
 /// Size of a header with a name of so many bytes: a long one has an entry of its own before it.

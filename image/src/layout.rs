@@ -2,9 +2,11 @@
 //!
 //! A layout is written in a directory beside its place and renamed when every byte is on disk, so a reader never sees a part of one.
 //! What is read out of a layout is held to its digest.
+//! A layer of weights may be left out of it and be made again from the file that it holds, for images that are pushed as they are built.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -33,6 +35,35 @@ pub const MAX_JSON_BYTES: u64 = 4 << 20;
 #[derive(Clone, Debug)]
 pub struct Layout {
     dir: PathBuf,
+    /// By their SHA-256.
+    unstored: BTreeMap<String, Unstored>,
+}
+
+/// An uncompressed layer of one file, without the bytes of the file.
+#[derive(Clone, Debug)]
+struct Unstored {
+    /// What comes before the file.
+    head: Vec<u8>,
+    file: PathBuf,
+    file_bytes: u64,
+    /// Zeros behind the file.
+    tail_bytes: u64,
+}
+
+impl Unstored {
+    fn read_at(&self, offset_bytes: u64) -> io::Result<Box<dyn Read>> {
+        let head_bytes = self.head.len() as u64;
+        let head = self.head.get(offset_bytes as usize..).unwrap_or_default();
+        let in_file = offset_bytes.saturating_sub(head_bytes).min(self.file_bytes);
+        let in_tail = offset_bytes.saturating_sub(head_bytes + self.file_bytes);
+        let mut file = File::open(&self.file)?;
+        file.seek(SeekFrom::Start(in_file))?;
+        let tail = io::repeat(0).take(self.tail_bytes.saturating_sub(in_tail));
+        let head = io::Cursor::new(head.to_vec());
+        Ok(Box::new(
+            head.chain(file.take(self.file_bytes - in_file)).chain(tail),
+        ))
+    }
 }
 
 /// One image of a layout: the descriptor of its manifest, the manifest, and its configuration.
@@ -59,6 +90,7 @@ impl Layout {
         }
         Ok(Self {
             dir: dir.to_owned(),
+            unstored: BTreeMap::new(),
         })
     }
 
@@ -143,6 +175,23 @@ impl Layout {
         })
     }
 
+    /// The bytes of a blob from an offset on; a layer that isn't stored is made again from its file.
+    pub fn read_at(
+        &self,
+        descriptor: &Descriptor,
+        offset_bytes: u64,
+    ) -> Result<Box<dyn Read>, Error> {
+        if let Some(unstored) = self.unstored.get(sha256_of(descriptor)?) {
+            return unstored
+                .read_at(offset_bytes)
+                .map_err(|source| Error::read(&unstored.file, source));
+        }
+        let mut blob = self.blob(descriptor)?;
+        blob.seek(SeekFrom::Start(offset_bytes))
+            .map_err(|source| Error::read(describe(descriptor), source))?;
+        Ok(Box::new(blob))
+    }
+
     /// Where a blob is.
     pub fn blob_path(&self, descriptor: &Descriptor) -> Result<PathBuf, Error> {
         Ok(self.dir.join("blobs/sha256").join(sha256_of(descriptor)?))
@@ -173,6 +222,7 @@ pub struct Unfinished {
     aside: TempDir,
     place: PathBuf,
     manifests: Vec<Descriptor>,
+    unstored: BTreeMap<String, Unstored>,
 }
 
 impl Unfinished {
@@ -198,6 +248,7 @@ impl Unfinished {
             aside,
             place: place.to_owned(),
             manifests: Vec::new(),
+            unstored: BTreeMap::new(),
         })
     }
 
@@ -212,6 +263,33 @@ impl Unfinished {
         let written = layer::write(tree, compression, epoch_s, &mut blob)?;
         let descriptor = descriptor(compression.media_type(), &written.blob);
         self.keep(blob, &descriptor)?;
+        Ok((descriptor, written))
+    }
+
+    /// Takes the digest of an uncompressed layer of one file and keeps only what surrounds the file; the layout is whole in this process alone.
+    pub fn unstored_layer(
+        &mut self,
+        tree: &Tree,
+        file: &Path,
+        epoch_s: u64,
+    ) -> Result<(Descriptor, Written), Error> {
+        let layer_bytes = layer::archive_bytes(tree)?;
+        let metadata = fs::metadata(file).map_err(|source| Error::read(file, source))?;
+        let file_bytes = metadata.len();
+        let tail_bytes = layer::filled_up_bytes(file_bytes) - file_bytes + layer::END_BYTES;
+        let mut beginning = Beginning {
+            kept: Vec::new(),
+            wanted_bytes: (layer_bytes - file_bytes - tail_bytes) as usize,
+        };
+        let written = layer::write(tree, Compression::None, epoch_s, &mut beginning)?;
+        let descriptor = descriptor(Compression::None.media_type(), &written.blob);
+        let unstored = Unstored {
+            head: beginning.kept,
+            file: file.to_owned(),
+            file_bytes,
+            tail_bytes,
+        };
+        self.unstored.insert(written.blob.sha256.clone(), unstored);
         Ok((descriptor, written))
     }
 
@@ -287,6 +365,7 @@ impl Unfinished {
             aside,
             place,
             manifests,
+            unstored,
         } = self;
         let mut index = ImageIndex::default();
         index.set_media_type(Some(MediaType::ImageIndex));
@@ -321,11 +400,33 @@ impl Unfinished {
             sync_parent(&place)
         })();
         done.map_err(|source| Error::write(&place, source))?;
-        Layout::open(&place)
+        Ok(Layout {
+            unstored,
+            ..Layout::open(&place)?
+        })
     }
 
     fn blobs(&self) -> PathBuf {
         self.aside.path().join("blobs/sha256")
+    }
+}
+
+/// Keeps the beginning of what is written to it.
+struct Beginning {
+    kept: Vec<u8>,
+    wanted_bytes: usize,
+}
+
+impl Write for Beginning {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let missing = self.wanted_bytes - self.kept.len();
+        self.kept
+            .extend_from_slice(&bytes[..bytes.len().min(missing)]);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -106,6 +106,60 @@ fn an_image_comes_back_as_it_was_pushed() {
 }
 
 #[test]
+fn weights_that_are_not_stored_are_pushed_from_their_files() {
+    let stand_in = StandIn::start();
+    let repository = Repository::new();
+    let stored = repository.build("stored").unwrap();
+    let built = repository
+        .build_with("bare", |options| options.store_weights = false)
+        .unwrap();
+    assert_eq!(built.manifest, stored.manifest);
+    let weights = &built.layers[2].1;
+    assert!(!built.layout.blob_path(weights).unwrap().exists());
+    // Every part of the layer can be where an upload goes on: headers, file, filling.
+    let whole = fs::read(stored.layout.blob_path(weights).unwrap()).unwrap();
+    for offset in [
+        0,
+        1,
+        511,
+        2560,
+        2561,
+        700_000,
+        whole.len() - 1024,
+        whole.len() - 1,
+    ] {
+        let mut rest = Vec::new();
+        let mut reader = built.layout.read_at(weights, offset as u64).unwrap();
+        std::io::Read::read_to_end(&mut reader, &mut rest).unwrap();
+        assert!(rest == whole[offset..], "from {offset} on");
+    }
+    push_built(&client(&stand_in.address, "app:v1"), &built, &options()).unwrap();
+    let pulled = pull(
+        &client(&stand_in.address, "app:v1"),
+        &repository.path("pulled"),
+    )
+    .unwrap();
+    let pulled = fs::read(pulled.blob_path(weights).unwrap()).unwrap();
+    assert!(pulled == whole);
+}
+
+#[test]
+fn nothing_is_sent_of_an_image_that_lacks_a_layer() {
+    let stand_in = StandIn::start();
+    let repository = Repository::new();
+    let built = repository.build("image").unwrap();
+    fs::remove_file(built.layout.blob_path(&built.layers[2].1).unwrap()).unwrap();
+    let message = push_built(&client(&stand_in.address, "app:v1"), &built, &options())
+        .unwrap_err()
+        .chain();
+    assert!(
+        message.contains(WEIGHTS_PATH) && message.contains("is not in the layout"),
+        "{message}"
+    );
+    assert_eq!(stand_in.state.lock().unwrap().taken_bytes, 0);
+}
+
+#[test]
 fn the_manifest_comes_after_every_blob() {
     let stand_in = StandIn::start();
     let repository = Repository::new();

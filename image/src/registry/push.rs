@@ -1,8 +1,8 @@
 //! Pushing: what the registry lacks, in pieces that can be taken up again, and the manifest last.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -86,6 +86,11 @@ pub(super) fn push_blobs<'a>(
 ) -> Result<Vec<(String, Outcome)>, Error> {
     let mut sessions = Sessions::load(options.sessions.as_deref())?;
     let mut pushed: Vec<(String, Outcome)> = Vec::new();
+    let blobs: Vec<&Descriptor> = blobs.collect();
+    // Nothing is sent of an image that lacks something.
+    for descriptor in &blobs {
+        layout.read_at(descriptor, 0)?;
+    }
     for descriptor in blobs {
         let digest = descriptor.digest().to_string();
         if pushed.iter().any(|(known, _)| *known == digest) {
@@ -95,7 +100,7 @@ pub(super) fn push_blobs<'a>(
             client,
             options,
             what: describe(descriptor),
-            path: layout.blob_path(descriptor)?,
+            layout,
             key: format!(
                 "{}/{}@{digest}",
                 client.reference().registry,
@@ -164,7 +169,7 @@ struct Blob<'a> {
     client: &'a Client,
     options: &'a PushOptions,
     what: String,
-    path: PathBuf,
+    layout: &'a Layout,
     key: String,
     descriptor: &'a Descriptor,
     sent_bytes: u64,
@@ -315,9 +320,11 @@ impl Blob<'_> {
             .chunk_bytes
             .min(self.descriptor.size() - offset_bytes);
         let body = || {
-            let mut file = File::open(&self.path)?;
-            file.seek(SeekFrom::Start(offset_bytes))?;
-            Ok((Box::new(file.take(count)) as Box<dyn Read>, count))
+            let blob = self
+                .layout
+                .read_at(self.descriptor, offset_bytes)
+                .map_err(io::Error::other)?;
+            Ok((Box::new(blob.take(count)) as Box<dyn Read>, count))
         };
         let range = format!("{offset_bytes}-{}", offset_bytes + count - 1);
         let headers = [

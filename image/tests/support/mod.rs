@@ -121,6 +121,7 @@ impl Repository {
             epoch_s: 0,
             compression: Compression::Zstd,
             max_layer_bytes: None,
+            store_weights: true,
             weights_only: false,
             labels: BTreeMap::new(),
         }
