@@ -46,6 +46,8 @@ pub struct Origin<'a> {
     pub crates: &'a [Crate],
     /// Items of the fetch locks.
     pub items: &'a [Item],
+    /// Programs that the bytes depend on beside this one, with their versions.
+    pub tools: &'a BTreeMap<String, String>,
     /// Who built, as a URI.
     pub builder_id: &'a str,
 }
@@ -70,6 +72,7 @@ pub fn add(
         documents: origin.documents,
         source: origin.source,
         crates: origin.crates,
+        tools: origin.tools,
         builder_id: origin.builder_id,
     })?;
     for (artifact_type, bytes) in [(sbom::MEDIA_TYPE, sbom.bytes), (STATEMENT_TYPE, provenance)] {

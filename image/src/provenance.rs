@@ -106,6 +106,8 @@ pub struct Inputs<'a> {
     pub source: &'a Source,
     /// Crates of the server.
     pub crates: &'a [Crate],
+    /// Programs that the bytes depend on beside this one, with their versions, such as compilers.
+    pub tools: &'a BTreeMap<String, String>,
     /// Who built, as a URI.
     pub builder_id: &'a str,
 }
@@ -153,6 +155,12 @@ pub fn make(inputs: &Inputs<'_>) -> Result<Vec<u8>, Error> {
         Compression::Zstd => "zstd",
         Compression::Gzip => "gzip",
     };
+    let mut tools = inputs.tools.clone();
+    // The bytes of a compressed layer are the same for one version of the library only.
+    tools.insert(
+        "zstd".to_owned(),
+        zstd::zstd_safe::version_string().to_owned(),
+    );
     let predicate = json!({
         "buildDefinition": {
             "buildType": BUILD_TYPE,
@@ -164,7 +172,7 @@ pub fn make(inputs: &Inputs<'_>) -> Result<Vec<u8>, Error> {
                 "weightsOnly": options.weights_only,
                 "labels": options.labels,
             },
-            "internalParameters": {},
+            "internalParameters": { "tools": tools },
             "resolvedDependencies": dependencies,
         },
         "runDetails": {

@@ -17,6 +17,7 @@ pub mod checkpoint;
 pub mod export;
 pub mod fetch;
 pub mod fuzz;
+pub mod image;
 pub mod machine;
 pub mod measure;
 pub mod output;

@@ -11,7 +11,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xtask::{bench, bundle, export, fetch, fuzz, measure, preflight, rollout, serve, soak, test};
+use xtask::{
+    bench, bundle, export, fetch, fuzz, image, measure, preflight, rollout, serve, soak, test,
+};
 
 /// Outrider's tasks: fetch inputs, export and check models, serve and test.
 #[derive(Debug, Parser)]
@@ -31,6 +33,8 @@ enum Task {
     Export(export::Args),
     /// Fetch, export, check and serve a model
     Serve(serve::Args),
+    /// Build, push, pull and verify images with a model inside
+    Image(image::Args),
     /// Say whether a server will run here before it is started
     Preflight(preflight::Args),
     /// Bring a new version from no traffic to all of it, and back when something is wrong
@@ -53,6 +57,7 @@ fn main() -> ExitCode {
         Task::Bundle(args) => bundle::run(args).map(|()| ExitCode::SUCCESS),
         Task::Export(args) => export::run(args).map(|()| ExitCode::SUCCESS),
         Task::Serve(args) => serve::run(args),
+        Task::Image(args) => image::run(args).map(|()| ExitCode::SUCCESS),
         Task::Preflight(args) => preflight::run(args),
         Task::Rollout(args) => rollout::run(args),
         Task::Test(args) => test::run(args),

@@ -166,7 +166,8 @@ fn drafter(workspace: &Workspace) -> anyhow::Result<(DraftCheckpoint, Vec<u32>)>
     Ok((drafter, vocabulary))
 }
 
-fn bundle_dir(workspace: &Workspace, precision: Precision) -> PathBuf {
+/// Where the bundle of a numeric form is, whether it is there or not.
+pub fn bundle_dir(workspace: &Workspace, precision: Precision) -> PathBuf {
     workspace
         .bundles()
         .join(format!("{NAME}-{}", precision_name(precision)))

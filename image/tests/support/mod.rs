@@ -283,6 +283,7 @@ pub fn add_evidence(repository: &Repository, built: &Built, source: &Source) -> 
         source,
         crates: &crates,
         items: &items,
+        tools: &BTreeMap::from([("rustc".to_owned(), "rustc 1.0.0".to_owned())]),
         builder_id: outrider_image::provenance::BUILDER_ID,
     };
     evidence::add(&options, built, &origin).unwrap()

@@ -21,7 +21,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 pub use download::Retry;
 use incoming::Incoming;
-pub use progress::Progress;
+pub use progress::{Bar, Progress};
 pub use wheel::Pip;
 
 use crate::workspace::Workspace;
