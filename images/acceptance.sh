@@ -32,7 +32,8 @@ refused() {
     if "$@" > "$dir/refused.log" 2>&1; then fail "$what was not refused"; fi
     grep -m1 -e "$pattern" "$dir/refused.log" || { cat "$dir/refused.log"; fail "$what: nothing names $pattern"; }
 }
-layout=$dir/one/.outrider/images/outrider-cpu
+# Podman makes a name of the path, so nothing in it may begin with a dot.
+layout=$dir/layout
 registry=127.0.0.1:5055
 weights=opt/outrider/bundle/model.onnx.data
 digest_of() { jq -r '.manifests[] | select(.artifactType == null) | .digest' "$1/index.json"; }
@@ -52,7 +53,7 @@ clones() {
     done
     chmod -R u=rwX,go= "$dir/deep/er/two/.outrider"
     find "$dir/deep/er/two/.outrider" -exec touch -d 2001-02-03 {} +
-    (umask 022 && LC_ALL=C TZ=UTC xtask "$dir/one" build) | tee "$dir/one.txt"
+    (umask 022 && LC_ALL=C TZ=UTC xtask "$dir/one" build --output "$layout") | tee "$dir/one.txt"
     (
         umask 077
         export LC_ALL=tr_TR.UTF-8 TZ=Asia/Kolkata USER=somebody LOGNAME=somebody
@@ -84,8 +85,8 @@ serve() {
         sleep 1
     done
     echo "user $(awk '/^Uid/ {print $2}' "/proc/$pid/status"), capabilities $(awk '/^CapEff/ {print $2}' "/proc/$pid/status"), ready after $((SECONDS - began)) s"
-    nsenter --net --target "$pid" curl --silent --fail http://127.0.0.1:8080/v1/chat/completions --header 'content-type: application/json' \
-        --data '{"model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 24, "messages": [{"role": "user", "content": "Name three colours."}]}' |
+    nsenter --net --target "$pid" curl --silent --show-error --fail-with-body http://127.0.0.1:8080/v1/chat/completions --header 'content-type: application/json' \
+        --data '{"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 24, "messages": [{"role": "user", "content": "Name three colours."}]}' |
         tee "$dir/answer-$user.json" | jq -c '[.model, .choices[0].message.content, .usage.completion_tokens]'
     nsenter --net --target "$pid" curl --silent http://127.0.0.1:8080/v1/models > "$dir/models-$user.json"
     local bundle
@@ -97,7 +98,7 @@ serve() {
 }
 run() {
     say "podman: no network, read-only root, no capabilities, two users"
-    image=$(containers pull --quiet "oci:$layout")
+    image=$(containers pull --quiet "oci:$layout:outrider-cpu")
     serve "$image" 10001
     serve "$image" 54321
 }
@@ -118,13 +119,13 @@ damage() {
     blob=$copy/blobs/sha256/$(weights_blob "$copy")
     flip "$blob"
     refused "a changed byte of a layer" "$weights" xtask "$clone" verify "$copy" --unsigned
-    refused "a changed byte of a layer" "sha256" containers pull --quiet "oci:$copy"
+    refused "a changed byte of a layer" "sha256" containers pull --quiet "oci:$copy:outrider-cpu"
     rm "$blob"
     refused "a missing layer" "$weights" xtask "$clone" verify "$copy" --unsigned
     refused "a missing layer" "$weights" xtask "$clone" push "$registry/never:v1" --layout "$copy"
     # What reaches the disk of a node and changes there is seen by the server, which hashes what it loads.
     local image rootfs
-    image=$(containers pull --quiet "oci:$layout")
+    image=$(containers pull --quiet "oci:$layout:outrider-cpu")
     rootfs=$(containers image mount "$image")
     rm -rf "$dir/bundle" && cp -r "$rootfs/opt/outrider/bundle" "$dir/bundle"
     containers image unmount "$image" > /dev/null

@@ -354,7 +354,7 @@ impl Assembly<'_> {
             .build()
             .expect("every required field is set");
         descriptor.set_platform(Some(platform));
-        self.layout.list(descriptor.clone());
+        self.layout.list(descriptor.clone(), Some(&definition.name));
         Ok(Built {
             layout: self.layout.finish()?,
             manifest: descriptor,

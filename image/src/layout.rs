@@ -28,6 +28,9 @@ use crate::tree::Tree;
 /// Content of the file `oci-layout`.
 const LAYOUT_TEXT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
 
+/// Annotation of an image in an index: the name that other programs choose it by, such as `oci:DIR:NAME`.
+pub const NAME_ANNOTATION: &str = "org.opencontainers.image.ref.name";
+
 /// Largest index, manifest or configuration that is read, in bytes: what registries allow.
 pub const MAX_JSON_BYTES: u64 = 4 << 20;
 
@@ -334,8 +337,12 @@ impl Unfinished {
         sha256_of(descriptor).is_ok_and(|sha256| self.blobs().join(sha256).exists())
     }
 
-    /// Takes a manifest into the index.
-    pub fn list(&mut self, manifest: Descriptor) {
+    /// Takes a manifest into the index, under a name where it has one.
+    pub fn list(&mut self, mut manifest: Descriptor, name: Option<&str>) {
+        if let Some(name) = name {
+            let annotations = [(NAME_ANNOTATION.to_owned(), name.to_owned())];
+            manifest.set_annotations(Some(annotations.into()));
+        }
         self.manifests.push(manifest);
     }
 

@@ -214,7 +214,8 @@ fn two_clones_in_other_surroundings_give_the_same_image() {
     });
     assert_eq!(here.1, there.1);
     // Bill of materials and provenance are the same as well.
-    let index = |clone: &Checkout| fs::read_to_string(clone.root.join("layout/index.json")).unwrap();
+    let index =
+        |clone: &Checkout| fs::read_to_string(clone.root.join("layout/index.json")).unwrap();
     assert_eq!(index(&here.0), index(&there.0));
     let other = there.0.root.join("layout");
     let said = here.0.done(&["diff", "layout", other.to_str().unwrap()]);
@@ -244,7 +245,10 @@ fn an_image_is_signed_and_checked_and_what_was_changed_is_named() {
     weights.sort_by_key(|path| fs::metadata(path).unwrap().len());
     flip(weights.last().unwrap());
     let said = clone.refused(&[&verify[..], &["own.pub"]].concat());
-    assert!(said.contains(WEIGHTS) && said.contains("is damaged"), "{said}");
+    assert!(
+        said.contains(WEIGHTS) && said.contains("is damaged"),
+        "{said}"
+    );
 
     // The file that it was made of.
     let source = WEIGHTS.replace("opt/outrider/bundle", "bundles/pair");

@@ -67,7 +67,7 @@ pub fn pull(client: &Client, output: &Path) -> Result<Layout, Error> {
     }
     let manifest = descriptor(MediaType::ImageManifest, &found);
     layout.stream(&manifest, bytes.as_slice())?;
-    layout.list(manifest);
+    layout.list(manifest, reference.tag.as_deref());
     layout.finish()
 }
 

@@ -202,10 +202,10 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     );
     match &key {
         Some(key) => eprintln!(
-            "signed by {}, as are the provenance with the {built} files that no lock has and the bill of materials",
+            "signed by {}, as are the bill of materials and the provenance, which has the files that no lock has ({built})",
             key.hint()
         ),
-        None => eprintln!("{built} files that no lock has and all signatures weren't checked"),
+        None => eprintln!("files that no lock has ({built}) and signatures were not checked"),
     }
     if verified.base_files_unchecked > 0 {
         eprintln!(
