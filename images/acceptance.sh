@@ -46,10 +46,16 @@ weights_blob() {
 clones() {
     say "two clones, in other folders, with other umask, times, modes, locale, time zone and user"
     for clone in one deep/er/two; do
-        rm -rf "${dir:?}/$clone"
-        git clone --quiet "$root" "$dir/$clone"
-        mkdir -p "$dir/$clone/.outrider/bundles"
-        (cd "$root/.outrider" && cp -r --parents store/onnxruntime-* bundles/smollm2-135m-instruct-int8* packages "$dir/$clone/.outrider/")
+        # What was compiled in an earlier run is kept.
+        if [ -d "$dir/$clone/.git" ]; then
+            git -C "$dir/$clone" fetch --quiet origin HEAD
+            git -C "$dir/$clone" reset --quiet --hard FETCH_HEAD
+        else
+            git clone --quiet "$root" "$dir/$clone"
+        fi
+        rm -rf "${dir:?}/$clone/.outrider"
+        mkdir "$dir/$clone/.outrider"
+        (cd "$root/.outrider" && cp -r --parents store bundles/smollm2-135m-instruct-int8* packages "$dir/$clone/.outrider/")
     done
     chmod -R u=rwX,go= "$dir/deep/er/two/.outrider"
     find "$dir/deep/er/two/.outrider" -exec touch -d 2001-02-03 {} +
@@ -119,6 +125,8 @@ damage() {
     blob=$copy/blobs/sha256/$(weights_blob "$copy")
     flip "$blob"
     refused "a changed byte of a layer" "$weights" xtask "$clone" verify "$copy" --unsigned
+    # Podman reads no layer that it has.
+    containers rmi --all --force > /dev/null
     refused "a changed byte of a layer" "sha256" containers pull --quiet "oci:$copy:outrider-cpu"
     rm "$blob"
     refused "a missing layer" "$weights" xtask "$clone" verify "$copy" --unsigned
@@ -148,6 +156,7 @@ registry() {
     # Killed as soon as the registry has a part of the weights: when more has arrived than all that comes before them.
     xtask "$clone" push "$registry/app:v1" --layout "$layout" > "$dir/push.log" 2>&1 &
     push_pid=$!
+    mkdir -p "$dir/registry"
     until [ "$(du -sb "$dir/registry" | cut -f1)" -gt 120000000 ]; do
         kill -0 "$push_pid" 2> /dev/null || fail "the push was too fast to be ended"
     done

@@ -1,6 +1,6 @@
 //! From a definition and its lock to an image.
 //!
-//! Layers, the lowest first: base, runtime libraries, every large file of the bundle alone and uncompressed, its small files, server and configuration.
+//! Layers, the lowest first: base, runtime libraries, every large file of the bundle alone and uncompressed, its small files, what was built, configuration.
 //! What changes rarely lies low, and a weight that didn't change is the same blob in every version of every image.
 
 use std::collections::{BTreeMap, HashMap};
@@ -15,7 +15,7 @@ use outrider_bundle::manifest::FILE_NAME as BUNDLE_MANIFEST;
 use crate::Error;
 use crate::base;
 use crate::debian;
-use crate::definition::{Base, Bundle, Definition, Files};
+use crate::definition::{Base, Bundle, Definition, FileRule};
 use crate::layer::{self, Compression};
 use crate::layout::{Layout, Unfinished};
 use crate::lock::{Lock, load_bundle};
@@ -109,13 +109,19 @@ pub fn build(options: &Options<'_>) -> Result<Built, Error> {
     };
     if !options.weights_only {
         image.add_base()?;
-        image.add_split("runtime", &image.files(&definition.runtime)?)?;
+        let runtime = image.files(&definition.runtime.files, &definition.runtime.directories)?;
+        image.add_split("runtime", &runtime)?;
     }
     if let Some(bundle) = &definition.bundle {
         image.add_bundle(bundle)?;
     }
     if !options.weights_only {
-        image.add_split("app", &image.files(&definition.app)?)?;
+        let (built, others): (Vec<_>, Vec<_>) =
+            definition.app.files.iter().partition(|rule| rule.built);
+        let built = image.files(built, &[])?;
+        image.add_split("server", &built)?;
+        let others = image.files(others, &definition.app.directories)?;
+        image.add_split("app", &others)?;
     }
     image.finish()
 }
@@ -156,9 +162,13 @@ impl Assembly<'_> {
     }
 
     /// Files of the definition as a tree, each held to the lock.
-    fn files(&self, files: &Files) -> Result<Tree, Error> {
+    fn files<'a>(
+        &self,
+        rules: impl IntoIterator<Item = &'a FileRule>,
+        directories: &[String],
+    ) -> Result<Tree, Error> {
         let mut tree = Tree::default();
-        for rule in &files.files {
+        for rule in rules {
             let mode = if rule.executable {
                 Mode::Executable
             } else {
@@ -173,7 +183,7 @@ impl Assembly<'_> {
             };
             tree.insert(&rule.to, Node::File(content, mode))?;
         }
-        for directory in &files.directories {
+        for directory in directories {
             tree.insert(directory, Node::Directory)?;
         }
         Ok(tree)

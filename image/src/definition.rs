@@ -35,7 +35,7 @@ pub struct Definition {
     /// The model.
     #[serde(default)]
     pub bundle: Option<Bundle>,
-    /// Server and configuration: most often changed, so the last layer.
+    /// Server and configuration: most often changed, so the last layers, first what is built and then the rest.
     pub app: Files,
     /// How the image is run.
     pub config: Config,

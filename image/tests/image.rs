@@ -126,6 +126,7 @@ fn an_image_says_how_it_is_run_and_which_bundle_it_holds() {
             "runtime",
             &format!("weights {WEIGHTS_PATH}"),
             "bundle",
+            "server",
             "app"
         ]
     );

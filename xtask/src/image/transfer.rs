@@ -250,11 +250,16 @@ fn client(reference: &Reference, plain_http: bool) -> anyhow::Result<Client> {
 /// One bar after the other, one for each blob.
 #[derive(Default)]
 struct Bars {
+    /// The blob that was done last.
+    done: String,
     current: Option<(String, crate::fetch::Bar)>,
 }
 
 impl Bars {
     fn show(&mut self, what: &str, done_bytes: u64, total_bytes: u64) {
+        if self.done == what {
+            return;
+        }
         let progress = Progress::of_process();
         if self.current.as_ref().is_none_or(|(name, _)| name != what) {
             self.current = Some((what.to_owned(), progress.bytes(what, total_bytes)));
@@ -264,6 +269,7 @@ impl Bars {
         }
         if done_bytes == total_bytes {
             self.current = None;
+            self.done = what.to_owned();
             progress.line(&format!("{what}: {}", HumanBytes(total_bytes)));
         }
     }
