@@ -131,7 +131,7 @@ pub fn verify(
     let verified = verify::verify(layout, image, expected)?;
     let digest = image.descriptor.digest().to_string();
     let mut faults = Vec::new();
-    let mut others = Vec::new();
+    let mut others = BTreeSet::new();
     let mut signed = BTreeSet::new();
     for (descriptor, manifest) in referrer::list(layout, image)? {
         let is_bundle = |kind: &oci_spec::image::MediaType| kind.to_string() == BUNDLE_MEDIA_TYPE;
@@ -142,8 +142,8 @@ pub fn verify(
         let bundle = document(layout, &manifest)?;
         let payload = match key.verify(&bundle) {
             Ok(payload) => payload,
-            Err(error @ BundleError::OtherKey { .. }) => {
-                others.push(format!("{what} {error}"));
+            Err(BundleError::OtherKey { signer, .. }) => {
+                others.insert(signer);
                 continue;
             }
             Err(error) => {
@@ -169,13 +169,15 @@ pub fn verify(
     }
     for wanted in WANTED {
         if !signed.contains(wanted) {
-            let others = others.iter().map(|other| format!(", {other}"));
             faults.push(format!(
-                "there is no statement {wanted} signed with the key {}{}",
-                key.hint(),
-                others.collect::<String>()
+                "there is no statement {wanted} signed with the key {}",
+                key.hint()
             ));
         }
+    }
+    if !faults.is_empty() && !others.is_empty() {
+        let others: Vec<String> = others.into_iter().collect();
+        faults.push(format!("other keys signed: {}", others.join(", ")));
     }
     match faults.is_empty() {
         true => Ok(verified),
