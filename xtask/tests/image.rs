@@ -6,7 +6,7 @@ use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, UNIX_EPOCH};
 
 use outrider_bundle::digest::sha256_hex;
 use outrider_bundle::manifest::Precision;
@@ -24,14 +24,14 @@ const WEIGHTS: &str = "opt/outrider/bundle/model.onnx.data";
 struct Surroundings {
     umask: &'static str,
     mode: u32,
-    age_s: u64,
+    modified_s: u64,
     variables: [(&'static str, &'static str); 4],
 }
 
 const HERE: Surroundings = Surroundings {
     umask: "022",
     mode: 0o644,
-    age_s: 0,
+    modified_s: 1_700_000_000,
     variables: [
         ("LC_ALL", "C"),
         ("TZ", "UTC"),
@@ -43,7 +43,7 @@ const HERE: Surroundings = Surroundings {
 const THERE: Surroundings = Surroundings {
     umask: "077",
     mode: 0o600,
-    age_s: 100_000_000,
+    modified_s: 1_000_000_000,
     variables: [
         ("LC_ALL", "tr_TR.UTF-8"),
         ("TZ", "Pacific/Auckland"),
@@ -97,7 +97,7 @@ impl Checkout {
             let copy = self.home(&below);
             fs::copy(entry.path(), &copy).unwrap();
             fs::set_permissions(&copy, Permissions::from_mode(self.surroundings.mode)).unwrap();
-            let modified = SystemTime::now() - Duration::from_secs(self.surroundings.age_s);
+            let modified = UNIX_EPOCH + Duration::from_secs(self.surroundings.modified_s);
             File::open(&copy).unwrap().set_modified(modified).unwrap();
         }
     }
