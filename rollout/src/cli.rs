@@ -8,9 +8,12 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
+use crate::argo;
 use crate::clock;
 use crate::gateway;
 use crate::machine::{Command, Input, Phase, State};
@@ -22,25 +25,28 @@ use crate::store::{Lock, Request, Store};
 
 /// Exit code of a rollout that could not be carried on.
 const COULD_NOT_RUN: u8 = 2;
+/// Most time that a process takes to see a request, unless it is busy with a command of the plan.
+const PATIENCE: Duration = Duration::from_secs(2);
+const POLL: Duration = Duration::from_millis(20);
 
-/// Arguments of a rollout.
+/// The folder that a command is about.
 #[derive(Debug, clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    task: Task,
-}
-
-#[derive(Debug, clap::Args)]
-struct Folder {
+pub struct Folder {
     /// Folder of the rollout
     #[arg(long, default_value = ".outrider/rollout", value_name = "DIR")]
     state: PathBuf,
 }
 
+/// What to do with a rollout.
 #[derive(Debug, clap::Subcommand)]
-enum Task {
+pub enum Task {
     /// Check the plan and print what would happen; change nothing
     DryRun {
+        /// The plan
+        plan: PathBuf,
+    },
+    /// Print the plan as objects of Argo Rollouts, for a cluster that has it
+    ArgoRollouts {
         /// The plan
         plan: PathBuf,
     },
@@ -48,6 +54,7 @@ enum Task {
     Start {
         /// The plan
         plan: PathBuf,
+        /// Its folder
         #[command(flatten)]
         folder: Folder,
     },
@@ -55,6 +62,7 @@ enum Task {
     Resume(Folder),
     /// Say where the rollout stands
     Status {
+        /// Its folder
         #[command(flatten)]
         folder: Folder,
         /// Print the state itself
@@ -70,9 +78,10 @@ enum Task {
 }
 
 /// Runs a command; the exit code is 0 for success or a rollout that is complete, 1 after a rollback, 2 when it could not be carried on.
-pub fn run(args: Args) -> ExitCode {
-    let result = match args.task {
+pub fn run(task: Task) -> ExitCode {
+    let result = match task {
         Task::DryRun { plan } => dry_run(&plan),
+        Task::ArgoRollouts { plan } => argo_rollouts(&plan),
         Task::Start { plan, folder } => start(&plan, &folder),
         Task::Status { folder, json } => status(&folder, json),
         Task::Resume(folder) => ask(&folder, Command::Resume),
@@ -132,6 +141,13 @@ fn dry_run(plan: &std::path::Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn argo_rollouts(plan: &std::path::Path) -> anyhow::Result<ExitCode> {
+    for object in argo::objects(&Plan::read(plan)?)? {
+        print!("---\n{}", serde_yaml::to_string(&object)?);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 fn start(plan: &std::path::Path, folder: &Folder) -> anyhow::Result<ExitCode> {
     let plan = Plan::read(plan)?;
     let store = Store::new(&folder.state);
@@ -179,10 +195,16 @@ fn ask(folder: &Folder, command: Command) -> anyhow::Result<ExitCode> {
         id: clock::since_1970().as_nanos() as u64,
         command,
     };
-    let Some(lock) = store.lock()? else {
-        store.ask(request)?;
-        println!("asked the process that carries the rollout on");
-        return Ok(ExitCode::SUCCESS);
+    let lock = match store.lock()? {
+        Some(lock) => lock,
+        None => {
+            store.ask(request)?;
+            let Some(lock) = lock_of_nobody(&store, request)? else {
+                println!("asked the process that carries the rollout on");
+                return Ok(ExitCode::SUCCESS);
+            };
+            lock
+        }
     };
     // Nobody carries it on: what another one asked for comes first, then this.
     let mut state = state_of(&store, folder)?;
@@ -207,6 +229,18 @@ fn ask(folder: &Folder, command: Command) -> anyhow::Result<ExitCode> {
     print_state(&plan, &state);
     println!("no process carries it on: resume does");
     Ok(ExitCode::SUCCESS)
+}
+
+/// The lock of a process that has just been killed and let go of it only now; `None` when one is there that carries the rollout on.
+fn lock_of_nobody(store: &Store, request: Request) -> anyhow::Result<Option<Lock>> {
+    let began = Instant::now();
+    while began.elapsed() < PATIENCE && store.request()? == Some(request) {
+        if let Some(lock) = store.lock()? {
+            return Ok(Some(lock));
+        }
+        thread::sleep(POLL);
+    }
+    Ok(None)
 }
 
 fn state_of(store: &Store, folder: &Folder) -> anyhow::Result<State> {

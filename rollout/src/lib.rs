@@ -3,6 +3,7 @@
 //! [`machine`] decides and touches nothing; [`runner`] carries decisions out through a [`runner::World`]; [`real`] is the one that is real.
 //! The crate links neither the server nor ONNX Runtime: it moves any service that [`metric`]'s figures are measured of.
 
+pub mod argo;
 pub mod cli;
 pub mod clock;
 pub mod gates;

@@ -9,13 +9,13 @@ use outrider_rollout::cli;
 #[derive(Debug, Parser)]
 #[command(name = "outrider-rollout", version)]
 struct Cli {
-    #[command(flatten)]
-    args: cli::Args,
+    #[command(subcommand)]
+    task: cli::Task,
 }
 
 fn main() -> ExitCode {
     match Cli::try_parse() {
-        Ok(cli) => cli::run(cli.args),
+        Ok(cli) => cli::run(cli.task),
         Err(error) => {
             let is_fault = error.use_stderr();
             // Where not even this can be printed, the code says it.

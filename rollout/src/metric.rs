@@ -178,3 +178,16 @@ pub fn query(template: &str, version: &str, window_s: u64) -> String {
         .replace("{version}", version)
         .replace("{window}", &format!("{window_s}s"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_names_every_figure_with_its_meaning() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/rollout.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let rows = METRICS.map(|metric| format!("| `{}` | {} |\n", metric.name, metric.meaning));
+        assert!(page.contains(&rows.concat()), "{}", rows.concat());
+    }
+}

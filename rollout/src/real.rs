@@ -24,6 +24,8 @@ use crate::store::{Request, Store};
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most time of the smoke request.
 const SMOKE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Most time from a canary that is ready to a gateway that knows.
+const SMOKE_PATIENCE: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(200);
 /// The metric that says how many answers a version still gives.
 const IN_FLIGHT: &str = "outrider_http_requests_in_flight";
@@ -195,11 +197,19 @@ impl<'a> Real<'a> {
         let key = key.map(|file| secret(&self.plan.path(file))).transpose()?;
         let bearer = key.map(|key| format!("Bearer {key}"));
         let url = format!("{base}/v1/models");
-        let mut request = agent.get(&url).header("X-Outrider-Version", "canary");
-        if let Some(bearer) = &bearer {
-            request = request.header("authorization", bearer);
-        }
-        let mut models = request.call().with_context(|| url.clone())?;
+        let began = Instant::now();
+        let mut models = loop {
+            let mut request = agent.get(&url).header("X-Outrider-Version", "canary");
+            if let Some(bearer) = &bearer {
+                request = request.header("authorization", bearer);
+            }
+            let models = request.call().with_context(|| url.clone())?;
+            // A gateway that checks a version's health needs a moment to see that it is there.
+            if models.status() != 503 || began.elapsed() > SMOKE_PATIENCE {
+                break models;
+            }
+            thread::sleep(POLL);
+        };
         let by = models.headers().get("x-outrider-version").cloned();
         let by = by.as_ref().and_then(|by| by.to_str().ok());
         // A gateway that doesn't say who answered is believed about the header it was asked by.
