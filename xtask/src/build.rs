@@ -50,6 +50,11 @@ pub fn preflight(workspace: &Workspace, profile: Profile) -> anyhow::Result<Path
     binary(workspace, profile, "outrider-preflight")
 }
 
+/// Builds `outrider-verify`.
+pub fn verify(workspace: &Workspace, profile: Profile) -> anyhow::Result<PathBuf> {
+    binary(workspace, profile, "outrider-verify")
+}
+
 fn binary(workspace: &Workspace, profile: Profile, name: &str) -> anyhow::Result<PathBuf> {
     let mut command = cargo(workspace);
     // All members are selected, so that their features unite as they do for `cargo test --workspace`; only this one is built.
