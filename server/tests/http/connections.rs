@@ -204,23 +204,6 @@ fn a_body_that_nobody_reads_is_not_taken_for_ever_and_its_answer_is_seen() {
 }
 
 #[test]
-fn a_client_that_takes_no_answers_is_not_read_from() {
-    let server = TestServer::start(FakeBackend::new());
-    let mut stream = connect(&server);
-    stream
-        .set_write_timeout(Some(Duration::from_secs(2)))
-        .unwrap();
-    // Their answers are more than sockets hold, and then those that follow are.
-    let short = MODELS.repeat(40_000);
-    let long = MODELS.replace("host: x", &format!("host: x\r\nx: {}", "a".repeat(30_000)));
-    let blocked = std::iter::once(&short)
-        .chain(std::iter::repeat_n(&long, 1000))
-        .find_map(|requests| stream.write_all(requests.as_bytes()).err())
-        .expect("the server reads on");
-    assert_eq!(blocked.kind(), ErrorKind::WouldBlock, "{blocked}");
-}
-
-#[test]
 fn before_http_1_1_a_stream_has_no_chunks_and_ends_with_its_connection() {
     let server = TestServer::start(FakeBackend::new());
     let body =
