@@ -1,7 +1,7 @@
 //! `cargo xtask preflight`: the checks of `outrider-preflight`, with this workspace's ONNX Runtime and reference bundle where nothing else is named.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::Context;
@@ -38,31 +38,32 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         Profile::Dev
     };
     let program = build::preflight(&workspace, profile)?;
-    let mut command = Command::new(&program);
-    command.args(&args.arguments);
+    let mut defaults = Vec::new();
     if names_no_other(&args.arguments, &["--config", "--facts-in", "--explain"]) {
         let library = reference::onnxruntime(&workspace)?;
-        set(
-            &mut command,
-            "serving.runtime.onnxruntime_library",
-            &library,
-        );
+        defaults.push(("serving.runtime.onnxruntime_library", library));
         if names_no_other(&args.arguments, &["--bundle"]) {
             let bundle = reference::ensure(&workspace, args.precision)?;
-            set(&mut command, "serving.bundle", &bundle);
+            defaults.push(("serving.bundle", bundle));
         }
     }
-    let status = command
+    let status = command(&program, &defaults, &args.arguments)
         .status()
         .with_context(|| format!("cannot run {}", program.display()))?;
     let code = status.code().and_then(|code| u8::try_from(code).ok());
     Ok(ExitCode::from(code.unwrap_or(u8::MAX)))
 }
 
-fn set(command: &mut Command, key: &str, path: &Path) {
-    let mut setting = OsString::from(format!("{key}="));
-    setting.push(path);
-    command.arg("--set").arg(setting);
+/// The program with its arguments behind the defaults: of two settings of one key the later one counts.
+fn command(program: &Path, defaults: &[(&str, PathBuf)], arguments: &[OsString]) -> Command {
+    let mut command = Command::new(program);
+    for (key, path) in defaults {
+        let mut setting = OsString::from(format!("{key}="));
+        setting.push(path);
+        command.arg("--set").arg(setting);
+    }
+    command.args(arguments);
+    command
 }
 
 /// Whether none of these options is among the arguments, with its value behind it or behind `=`.
@@ -90,5 +91,25 @@ mod tests {
         assert!(!names(&["--config", "server.yaml"]));
         assert!(!names(&["--config=server.yaml"]));
         assert!(!names(&["--json", "--facts-in=facts.json"]));
+    }
+
+    #[test]
+    fn what_the_caller_sets_stands_behind_the_defaults() {
+        let arguments = ["--set", "serving.bundle=mine"].map(OsString::from);
+        let command = command(
+            Path::new("preflight"),
+            &[("serving.bundle", PathBuf::from("reference"))],
+            &arguments,
+        );
+        let given: Vec<_> = command.get_args().collect();
+        assert_eq!(
+            given,
+            [
+                "--set",
+                "serving.bundle=reference",
+                "--set",
+                "serving.bundle=mine"
+            ]
+        );
     }
 }
