@@ -15,7 +15,7 @@ use outrider_preflight::checks;
 use outrider_preflight::collect::{self, Options, child, gpu, probe};
 use outrider_preflight::facts::{Facts, SCHEMA_VERSION};
 use outrider_preflight::report::{self, Report, Selection};
-use outrider_server::config::Sources;
+use outrider_server::config::ConfigArguments;
 
 /// Checks a machine, a bundle and a configuration before a server starts on them. Changes nothing.
 #[derive(Parser)]
@@ -23,21 +23,8 @@ use outrider_server::config::Sources;
 struct Arguments {
     #[command(subcommand)]
     child: Option<Child>,
-    /// YAML file with the server's configuration; environment variables count as they do for the server
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Directory of the bundle; sets serving.bundle
-    #[arg(long, value_name = "DIR")]
-    bundle: Option<String>,
-    /// Address of the OpenAI-compatible interface; sets serving.listen
-    #[arg(long, value_name = "ADDRESS")]
-    listen: Option<String>,
-    /// Address of the admin interface, or unix: and the path of a socket; sets serving.admin_listen
-    #[arg(long, value_name = "ADDRESS")]
-    admin_listen: Option<String>,
-    /// Sets any configuration key, for example serving.runtime.max_concurrency=4; may be repeated
-    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = key_and_value)]
-    settings: Vec<(String, String)>,
+    #[command(flatten)]
+    config: ConfigArguments,
     /// Number of the user that the server will run as [default: the user of this process]
     #[arg(long, value_name = "UID")]
     user: Option<u32>,
@@ -81,12 +68,6 @@ enum Child {
     CollectGpu(gpu::ReaderArgs),
 }
 
-fn key_and_value(text: &str) -> Result<(String, String), String> {
-    text.split_once('=')
-        .map(|(key, value)| (key.to_owned(), value.to_owned()))
-        .ok_or_else(|| "must be a key, `=` and a value".to_owned())
-}
-
 /// Exit code of a fault of this program; clap ends with the same one after a wrong command line.
 const INTERNAL: u8 = 2;
 
@@ -117,15 +98,6 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if let Some(id) = &arguments.explain {
         return explain(id);
     }
-    let named = [
-        ("serving.bundle", arguments.bundle),
-        ("serving.listen", arguments.listen),
-        ("serving.admin_listen", arguments.admin_listen),
-    ];
-    let named = named
-        .into_iter()
-        .filter_map(|(key, value)| Some((key.to_owned(), value?)));
-    let flags = arguments.settings.into_iter().chain(named);
     let selection = Selection {
         only: arguments.only,
         skip: arguments.skip,
@@ -133,11 +105,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let facts = match &arguments.facts_in {
         Some(path) => read_facts(path)?,
         None => collect::collect(&Options {
-            sources: Sources {
-                file: arguments.config,
-                environment: environment(),
-                flags: flags.collect(),
-            },
+            sources: arguments.config.sources(),
             user_id: arguments.user,
             quick: arguments.quick,
             program: std::env::current_exe().context("cannot tell which program this is")?,
@@ -155,13 +123,6 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     };
     print(&text)?;
     Ok(ExitCode::from(report.exit_code(arguments.strict)))
-}
-
-/// Values that are not text cannot be part of a key that the server knows.
-fn environment() -> Vec<(String, String)> {
-    std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-        .collect()
 }
 
 fn explain(id: &str) -> anyhow::Result<ExitCode> {

@@ -5,12 +5,11 @@
 
 use std::fmt;
 use std::io::Write as _;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
 use outrider_bundle::manifest::Manifest;
-use outrider_server::config::{self, Config, Sources};
+use outrider_server::config::{self, Config, ConfigArguments, Sources};
 use outrider_server::launch::{self, Launch, LaunchError};
 use outrider_server::model::runtime;
 use outrider_server::service::{self, Ending};
@@ -21,21 +20,8 @@ use outrider_server::{auth, loader, logging};
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// YAML file with the configuration.
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Directory of the bundle to serve; sets serving.bundle.
-    #[arg(long, value_name = "DIR")]
-    bundle: Option<String>,
-    /// Address of the OpenAI-compatible interface; sets serving.listen.
-    #[arg(long, value_name = "ADDRESS")]
-    listen: Option<String>,
-    /// Address of /livez, /readyz and /metrics, or unix: and the path of a socket; sets serving.admin_listen.
-    #[arg(long, value_name = "ADDRESS")]
-    admin_listen: Option<String>,
-    /// Sets any configuration key, for example serving.runtime.max_concurrency=4. May be repeated; a later one wins.
-    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = key_and_value)]
-    settings: Vec<(String, String)>,
+    #[command(flatten)]
+    config: ConfigArguments,
     /// Print the effective configuration, or every fault in it, and exit.
     #[arg(long)]
     check_config: bool,
@@ -48,35 +34,6 @@ struct Arguments {
     /// Read a secret from standard input, print the line that lists it under NAME in a file of keys, and exit.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["check_config", "reference_config", "new_key"])]
     hash_key: Option<String>,
-}
-
-fn key_and_value(text: &str) -> Result<(String, String), String> {
-    text.split_once('=')
-        .map(|(key, value)| (key.to_owned(), value.to_owned()))
-        .ok_or_else(|| "must be a key, `=` and a value".to_owned())
-}
-
-impl Arguments {
-    fn sources(self) -> Sources {
-        let named = [
-            ("serving.bundle", self.bundle),
-            ("serving.listen", self.listen),
-            ("serving.admin_listen", self.admin_listen),
-        ];
-        let named = named
-            .into_iter()
-            .filter_map(|(key, value)| Some((key.to_owned(), value?)));
-        Sources {
-            file: self.config,
-            // Values that are not text cannot be part of a key this server knows; the rest of the environment is not ours.
-            environment: std::env::vars_os()
-                .filter_map(|(name, value)| {
-                    Some((name.into_string().ok()?, value.into_string().ok()?))
-                })
-                .collect(),
-            flags: self.settings.into_iter().chain(named).collect(),
-        }
-    }
 }
 
 /// What ends the process other than a stop that was asked for.
@@ -117,7 +74,7 @@ fn main() -> ExitCode {
         return hash_key(name);
     }
     let check_only = arguments.check_config;
-    let sources = arguments.sources();
+    let sources = arguments.config.sources();
     let config = match Config::load(&sources) {
         Ok(config) => config,
         Err(error) => return fail(Failure::Config, error),

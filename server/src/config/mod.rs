@@ -3,6 +3,7 @@
 //! Nothing is ignored: an unknown key is a fault, and every fault is found before the first one is reported.
 //! No key holds a secret; the value of an unknown key is not repeated in its fault, because it might be one.
 
+mod arguments;
 mod fault;
 mod keys;
 mod layers;
@@ -19,6 +20,7 @@ use actix_web::http::Uri;
 use figment::Figment;
 use figment::value::{Dict, Num, Value};
 
+pub use arguments::ConfigArguments;
 pub(crate) use fault::suggestion;
 pub use fault::{ConfigError, Fault, Problem};
 pub use keys::{KEYS, Key, Kind};
