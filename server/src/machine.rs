@@ -1,9 +1,9 @@
 //! What the machine, or the container on it, has to offer.
 
 use std::io;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
-/// Bytes of memory that can be taken without pushing anything out: the least of what the kernel and the memory cgroup leave.
+/// Bytes of memory that can be taken without pushing anything out: the least of what the kernel and the memory cgroups of this process leave.
 ///
 /// # Errors
 ///
@@ -18,17 +18,75 @@ fn free_memory_under(root: &Path) -> io::Result<u64> {
     let available_kib = value_of(&meminfo, "MemAvailable:")
         .ok_or_else(|| io::Error::other(format!("{} has no MemAvailable", path.display())))?;
     let available = available_kib.saturating_mul(1024);
-    let cgroup = root.join("sys/fs/cgroup");
-    let left = [
-        cgroup_left(&cgroup, "memory.max", "memory.current", "inactive_file"),
-        cgroup_left(
-            &cgroup.join("memory"),
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ];
-    Ok(left.into_iter().flatten().fold(available, u64::min))
+    let left = cgroups(root, "memory").into_iter().flat_map(|dir| {
+        [
+            cgroup_left(&dir, "memory.max", "memory.current", "inactive_file"),
+            cgroup_left(
+                &dir,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+        ]
+    });
+    Ok(left.flatten().fold(available, u64::min))
+}
+
+/// The lowest limit of memory among the cgroups of this process in bytes; `None` without one.
+pub fn cgroup_memory_bytes() -> Option<u64> {
+    cgroup_limit(
+        Path::new("/"),
+        "memory",
+        &["memory.max", "memory.limit_in_bytes"],
+    )
+}
+
+/// The lowest limit of processes and threads among the cgroups of this process; `None` without one.
+pub fn cgroup_processes() -> Option<u64> {
+    cgroup_limit(Path::new("/"), "pids", &["pids.max"])
+}
+
+fn cgroup_limit(root: &Path, controller: &str, names: &[&str]) -> Option<u64> {
+    let dirs = cgroups(root, controller).into_iter();
+    dirs.flat_map(|dir| names.iter().filter_map(move |name| number(&dir.join(name))))
+        // The older form says "none" with a number near the largest.
+        .filter(|limit| *limit < 1 << 60)
+        .min()
+}
+
+/// Directories of the cgroups that hold this process, from its own up to the root, in both forms that kernels have.
+///
+/// One that the container does not show is not there, and the root of what it shows is its own.
+fn cgroups(root: &Path, controller: &str) -> Vec<PathBuf> {
+    let table = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let own = |is_it: &dyn Fn(&str) -> bool| {
+        let path = table.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            is_it(fields.next()?).then(|| fields.next())?
+        });
+        let path = Path::new(path.unwrap_or("/"));
+        let below = path.strip_prefix("/").unwrap_or(path).to_owned();
+        // A path that leads out of what is mounted here names nothing here.
+        let is_here = below
+            .components()
+            .all(|part| matches!(part, Component::Normal(_)));
+        if is_here { below } else { PathBuf::new() }
+    };
+    let mounted = root.join("sys/fs/cgroup");
+    let of_all = own(&|controllers| controllers.is_empty());
+    let of_one = own(&|controllers| controllers.split(',').any(|name| name == controller));
+    let mut dirs = Vec::new();
+    for (mounted, own) in [
+        (mounted.clone(), of_all),
+        (mounted.join(controller), of_one),
+    ] {
+        dirs.extend(own.ancestors().map(|dir| mounted.join(dir)));
+    }
+    dirs
+}
+
+fn number(path: &Path) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
 /// Bytes of memory that this process has in RAM.
@@ -45,13 +103,7 @@ pub fn resident_memory_bytes() -> io::Result<u64> {
 
 /// What a memory cgroup leaves; file pages that nobody uses count as free. `None` without a limit.
 fn cgroup_left(dir: &Path, limit: &str, usage: &str, inactive: &str) -> Option<u64> {
-    let number = |name: &str| {
-        std::fs::read_to_string(dir.join(name))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    };
+    let number = |name: &str| number(&dir.join(name));
     let stat = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
     let used = number(usage)?.saturating_sub(value_of(&stat, inactive).unwrap_or(0));
     Some(number(limit)?.saturating_sub(used))
@@ -115,6 +167,72 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "2000000\n"),
         ]);
         assert_eq!(free_memory_under(root.path()).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_service_is_held_to_the_limits_of_its_own_cgroup_and_of_those_above() {
+        let newer = machine(&[
+            MEMINFO,
+            ("proc/self/cgroup", "0::/system.slice/outrider.service\n"),
+            ("sys/fs/cgroup/system.slice/memory.max", "1500000\n"),
+            ("sys/fs/cgroup/system.slice/memory.current", "900000\n"),
+            (
+                "sys/fs/cgroup/system.slice/outrider.service/memory.max",
+                "1000000\n",
+            ),
+            (
+                "sys/fs/cgroup/system.slice/outrider.service/memory.current",
+                "100000\n",
+            ),
+            ("sys/fs/cgroup/system.slice/pids.max", "64\n"),
+            (
+                "sys/fs/cgroup/system.slice/outrider.service/pids.max",
+                "max\n",
+            ),
+        ]);
+        let memory =
+            |root: &Path| cgroup_limit(root, "memory", &["memory.max", "memory.limit_in_bytes"]);
+        assert_eq!(free_memory_under(newer.path()).unwrap(), 600_000);
+        assert_eq!(memory(newer.path()), Some(1_000_000));
+        assert_eq!(cgroup_limit(newer.path(), "pids", &["pids.max"]), Some(64));
+        let older = machine(&[
+            MEMINFO,
+            (
+                "proc/self/cgroup",
+                "8:pids:/\n4:memory,cpu:/outrider\n0::/\n",
+            ),
+            (
+                "sys/fs/cgroup/memory/memory.limit_in_bytes",
+                "9223372036854771712\n",
+            ),
+            (
+                "sys/fs/cgroup/memory/outrider/memory.limit_in_bytes",
+                "700000\n",
+            ),
+            (
+                "sys/fs/cgroup/memory/outrider/memory.usage_in_bytes",
+                "200000\n",
+            ),
+        ]);
+        assert_eq!(free_memory_under(older.path()).unwrap(), 500_000);
+        assert_eq!(memory(older.path()), Some(700_000));
+    }
+
+    #[test]
+    fn a_container_whose_cgroup_has_another_name_outside_is_held_to_the_one_it_sees() {
+        for outside in ["0::/docker/4711\n", "0::/../../4711\n", ""] {
+            let root = machine(&[
+                MEMINFO,
+                ("proc/self/cgroup", outside),
+                ("sys/fs/cgroup/memory.max", "1000000\n"),
+                ("sys/fs/cgroup/memory.current", "600000\n"),
+            ]);
+            assert_eq!(
+                free_memory_under(root.path()).unwrap(),
+                400_000,
+                "{outside}"
+            );
+        }
     }
 
     #[test]
