@@ -1,5 +1,6 @@
 //! What can be wrong with a configuration, and how it is said.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use super::keys::Kind;
@@ -60,7 +61,8 @@ pub enum Problem {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.path)?;
-        let value = self.value.as_deref().unwrap_or("null");
+        let value = self.value.as_deref().map(without_credentials);
+        let value = value.as_deref().unwrap_or("null");
         match &self.problem {
             Problem::UnknownKey { suggestion } => {
                 f.write_str("unknown key")?;
@@ -81,7 +83,7 @@ impl fmt::Display for Fault {
             Problem::Required => f.write_str("is required")?,
             Problem::RequiredWith(other) => write!(f, "is required, because {other} is set")?,
             Problem::Conflict(reason) => match &self.value {
-                Some(value) => write!(f, "is {value}, but {reason}")?,
+                Some(_) => write!(f, "is {value}, but {reason}")?,
                 None => f.write_str(reason)?,
             },
         }
@@ -89,6 +91,18 @@ impl fmt::Display for Fault {
             Origin::Default => Ok(()),
             origin => write!(f, " ({origin})"),
         }
+    }
+}
+
+/// A value without the user and password of a URL: faults go into logs and reports.
+fn without_credentials(value: &str) -> Cow<'_, str> {
+    let credentials = value
+        .find("://")
+        .map(|at| at + "://".len())
+        .and_then(|begin| Some((begin, begin + value[begin..].rfind('@')?)));
+    match credentials {
+        Some((begin, end)) => format!("{}…{}", &value[..begin], &value[end..]).into(),
+        None => value.into(),
     }
 }
 

@@ -662,6 +662,21 @@ fn show(value: &Value) -> String {
     }
 }
 
+/// Whether a file is, or would be, inside a directory, as far as links can be followed.
+fn is_inside(file: &Path, dir: &Path) -> bool {
+    let place = |path: &Path| {
+        path.canonicalize()
+            .or_else(|_| std::path::absolute(path))
+            .unwrap_or_else(|_| path.to_owned())
+    };
+    // A file that is not there yet has no links to follow; its directory may.
+    let file = match (file.parent(), file.file_name()) {
+        (Some(parent), Some(name)) => place(&Path::new(".").join(parent)).join(name),
+        _ => place(file),
+    };
+    file.starts_with(place(dir))
+}
+
 /// Rules that more than one key has a part in.
 fn conflicts(settings: &[Setting]) -> Vec<Fault> {
     let values = Values(settings);
@@ -710,6 +725,18 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
                 "a draft is served from the bundle of its target: give the same directory as there, or leave the key out",
             ),
         );
+    }
+    for key in ["serving.logging.path", "serving.audit.path"] {
+        if let (Some(file), Some(bundle)) = (values.text(key), bundle)
+            && is_inside(Path::new(file), Path::new(bundle))
+        {
+            fault(
+                key,
+                Problem::Conflict(
+                    "it is inside the bundle, which may hold only the files that its manifest names: give a file elsewhere",
+                ),
+            );
+        }
     }
     let listen = values.address("serving.listen");
     if listen.port() != 0 && Endpoint::Tcp(listen) == values.endpoint("serving.admin_listen") {

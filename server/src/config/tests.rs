@@ -291,6 +291,48 @@ fn every_fault_of_every_layer_is_reported_at_once() {
     insta::assert_snapshot!(faults);
 }
 
+#[test]
+fn a_password_in_a_url_that_is_wrong_is_not_shown() {
+    let fault = fault_of("telemetry: {otlp_endpoint: \"ftp://user:secret@collector/x\"}");
+    assert!(fault.contains("ftp://…@collector/x"), "{fault}");
+    assert!(
+        !fault.contains("secret") && !fault.contains("user"),
+        "{fault}"
+    );
+}
+
+#[test]
+fn logs_are_not_written_into_the_bundle_which_may_hold_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = dir.path().join("bundle");
+    std::fs::create_dir(&bundle).unwrap();
+    std::os::unix::fs::symlink(&bundle, dir.path().join("link")).unwrap();
+    let load = |key: &str, file: &str| {
+        let flags = [
+            ("serving.bundle", bundle.clone()),
+            ("serving.runtime.onnxruntime_library", "library".into()),
+            (key, dir.path().join(file)),
+        ];
+        let sources = Sources {
+            flags: flags
+                .iter()
+                .map(|(key, path)| ((*key).to_owned(), path.display().to_string()))
+                .collect(),
+            ..Sources::default()
+        };
+        Config::load(&sources).map_err(|error| error.to_string())
+    };
+    for key in ["serving.logging.path", "serving.audit.path"] {
+        for inside in ["bundle/x.log", "bundle/./none/x.log", "link/x.log"] {
+            let fault = load(key, inside).unwrap_err();
+            assert!(fault.contains("is inside the bundle"), "{inside}: {fault}");
+        }
+        for outside in ["x.log", "bundle.log", "bundle/../x.log"] {
+            assert!(load(key, outside).is_ok(), "{outside}");
+        }
+    }
+}
+
 /// One line of a file under `serving:`, set beside the least that is needed.
 fn fault_of(line: &'static str) -> String {
     let text = format!("serving:\n  {}\n", line.replace('\n', "\n  "));
