@@ -115,6 +115,15 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
     parts.iter().flat_map(|checks| checks(facts)).collect()
 }
 
+/// What is said in place of checks that rest on a configuration which has faults.
+pub(crate) fn needs_settings(id: &'static str, what: &str) -> Finding {
+    Finding::unknown(
+        id,
+        format!("the configuration has faults, so nobody can tell {what}"),
+        "correct what config.faults says first",
+    )
+}
+
 /// Bytes as people read them.
 pub(crate) fn bytes_text(bytes: u64) -> String {
     let (value, unit) = match bytes {

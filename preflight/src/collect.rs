@@ -6,6 +6,7 @@ mod config;
 mod elf;
 pub mod gpu;
 mod host;
+mod live;
 mod permission;
 pub mod probe;
 mod runtime;

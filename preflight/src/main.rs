@@ -43,7 +43,7 @@ struct Arguments {
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// Only these checks, by id or part, such as gpu or host.ports; separated by commas
+    /// Only these checks, by id or part, such as gpu or host.listen; separated by commas
     #[arg(long, value_name = "CHECKS", value_delimiter = ',')]
     only: Vec<String>,
     /// Not these checks
@@ -77,6 +77,9 @@ const MAX_FACTS_BYTES: u64 = 16 << 20;
 /// Longest wait for a file of facts: it may be a pipe.
 const FACTS_LIMIT: Duration = Duration::from_secs(30);
 
+/// Longest wait until a file of facts is written: it may be a pipe that nobody reads.
+const WRITE_LIMIT: Duration = Duration::from_secs(5);
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     run(arguments).unwrap_or_else(|error| {
@@ -87,6 +90,7 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if let Some(child) = arguments.child {
+        child::end_with_parent();
         return match child {
             Child::ProbeRuntime(args) => print(&probe::run(&args)?).map(|()| ExitCode::SUCCESS),
             Child::CollectGpu(args) => {
@@ -164,16 +168,28 @@ fn read_facts(path: &Path) -> anyhow::Result<Facts> {
 
 fn write_facts(path: &Path, facts: &Facts) -> anyhow::Result<()> {
     let json = serde_json::to_vec_pretty(facts).context("the facts are no JSON")?;
-    // A device or a pipe is written to, and must not be replaced by a file.
-    let is_special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
-    let written = if is_special {
-        fs::write(path, json)
-    } else {
-        let mut aside = path.as_os_str().to_owned();
-        aside.push(".partial");
-        outrider_bundle::digest::write_atomic(path, Path::new(&aside), &json)
+    let unwritable = || format!("cannot write the facts to {}", path.display());
+    let write = {
+        let path = path.to_owned();
+        move || {
+            // A device or a pipe is written to, and must not be replaced by a file.
+            let is_special = fs::metadata(&path).is_ok_and(|metadata| !metadata.is_file());
+            if is_special {
+                return fs::write(path, json);
+            }
+            let mut aside = path.as_os_str().to_owned();
+            aside.push(".partial");
+            let aside = PathBuf::from(aside);
+            // What lies there may be a link of somebody else to a file of ours.
+            match fs::remove_file(&aside) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+                _ => outrider_bundle::digest::write_atomic(&path, &aside, &json),
+            }
+        }
     };
-    written.with_context(|| format!("cannot write the facts to {}", path.display()))
+    child::within(WRITE_LIMIT, write)
+        .with_context(unwritable)?
+        .with_context(unwritable)
 }
 
 fn print(text: &str) -> anyhow::Result<()> {

@@ -74,6 +74,10 @@ impl Report {
                 (verdict, _) => verdict,
             };
         }
+        // Where nothing was checked nobody can tell.
+        if counts.skip == checks.len() {
+            verdict = Verdict::Fail;
+        }
         Self {
             schema_version: SCHEMA_VERSION,
             verdict,
@@ -121,6 +125,10 @@ impl Report {
         let (verdict, style) = match self.verdict {
             Verdict::Pass => ("ready to start", style(Outcome::Pass)),
             Verdict::Warn => ("ready to start, with warnings", style(Outcome::Warn)),
+            Verdict::Fail if self.counts.skip == self.checks.len() => (
+                "nothing was checked, so nobody can tell",
+                style(Outcome::Fail),
+            ),
             Verdict::Fail => ("not ready to start", style(Outcome::Fail)),
         };
         format!(
@@ -295,6 +303,18 @@ mod tests {
                 assert_eq!(report.verdict, verdict, "{finding:?}");
                 assert_eq!((report.exit_code(false), report.exit_code(true)), codes);
             }
+        }
+    }
+
+    #[test]
+    fn a_report_in_which_nothing_was_checked_is_never_ready() {
+        for checks in [Vec::new(), vec![Finding::skip("a.b", "")]] {
+            let report = Report::new(checks);
+            assert_eq!(
+                (report.verdict, report.exit_code(false)),
+                (Verdict::Fail, 1)
+            );
+            assert!(report.to_text().contains("nothing was checked"));
         }
     }
 

@@ -12,7 +12,7 @@ use outrider_preflight::facts::config::{
     Audit, ConfigFacts, ExecutionProvider, Listener, NamedPath, Settings, Speculative,
 };
 use outrider_preflight::facts::host::{
-    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose,
+    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, PortFault, Purpose,
     SharedMemory, User,
 };
 use outrider_preflight::facts::runtime::{Library, Needed, Probe, Processor, RuntimeFacts};
@@ -99,6 +99,10 @@ fn graph(initializer_bytes: u64, layers: usize, row_bytes: u64) -> Reading<Graph
         caches: caches.collect(),
         logits_columns: 32_000,
         tap_columns: 2048,
+        live_row_bytes: BTreeMap::from([
+            ("sequence".to_owned(), 64 << 10),
+            ("n".to_owned(), 256 << 10),
+        ]),
         ops: BTreeMap::from([("ai.onnx.MatMulInteger".to_owned(), 14)]),
         row_mixing_nodes: Vec::new(),
     })
@@ -266,6 +270,8 @@ fn healthy() -> Facts {
                 open_files: Some(65_536),
                 processes: None,
                 cgroup_processes: Some(4096),
+                address_space_bytes: None,
+                data_bytes: None,
             },
             kernel: Kernel {
                 overcommit_memory: Some(0),
@@ -385,6 +391,7 @@ const CHANGES: &[(&str, Change)] = &[
             "cannot listen on 0.0.0.0:8443 (serving.listen): Address already in use (os error 98)"
                 .to_owned(),
         );
+        facts.host.ports[0].fault_kind = Some(PortFault::Taken);
         facts.host.ports[0].holder = Some("process 7 (nginx)".to_owned());
         facts.host.ports[1].port = Some(443);
     }),
@@ -415,6 +422,70 @@ const CHANGES: &[(&str, Change)] = &[
         );
         paths(facts)[2].file_system.as_mut().unwrap().free_bytes = 1 << 20;
     }),
+    (
+        "an address is of another machine, and the place of a socket is missing",
+        |facts| {
+            facts.host.ports[0].fault = Some(
+            "cannot listen on 192.0.2.1:80 (serving.listen): Cannot assign requested address (os error 99)"
+                .to_owned(),
+        );
+            facts.host.ports[0].fault_kind = Some(PortFault::ElsewhereAddress);
+            facts.host.ports[1].fault = Some(
+            "cannot listen on unix:/run/none/a.sock (serving.admin_listen): No such file or directory (os error 2)"
+                .to_owned(),
+        );
+            facts.host.ports[1].fault_kind = Some(PortFault::Path);
+        },
+    ),
+    (
+        "a port and the directory of a socket are for others",
+        |facts| {
+            facts.host.ports[0].port = Some(443);
+            facts.host.ports[0].fault = Some(
+                "cannot listen on 0.0.0.0:443 (serving.listen): Permission denied (os error 13)"
+                    .to_owned(),
+            );
+            facts.host.ports[1].port = None;
+            facts.host.ports[1].fault = Some(
+            "cannot listen on unix:/run/a.sock (serving.admin_listen): Permission denied (os error 13)"
+                .to_owned(),
+        );
+            for port in &mut facts.host.ports {
+                port.fault_kind = Some(PortFault::Forbidden);
+            }
+        },
+    ),
+    (
+        "the audit log can be appended to and not rotated",
+        |facts| {
+            paths(facts)[2].purpose = Purpose::Create;
+            paths(facts)[2].fault = Some(
+            "cannot make and rename files beside /srv/log/audit.jsonl (serving.audit.path): Permission denied (os error 13)"
+                .to_owned(),
+        );
+        },
+    ),
+    ("a limit of address space can't hold the weights", |facts| {
+        facts.host.limits.address_space_bytes = Some(4 * GIB);
+    }),
+    (
+        "a limit of data holds the weights and little else",
+        |facts| {
+            facts.host.limits.data_bytes = Some(8 * GIB);
+        },
+    ),
+    (
+        "keys and values of the target fit and those of the draft do not",
+        |facts| {
+            settings(facts).kv_cache_ratio = 0.0069;
+        },
+    ),
+    ("chunks of prompts are wide", |facts| {
+        settings(facts).prefill_chunk_tokens = 1 << 19;
+        settings(facts).context_tokens = Some(8192);
+        settings(facts).max_concurrency = 700;
+        settings(facts).kv_cache_ratio = 1.0;
+    }),
     ("the audit log is in memory", |facts| {
         paths(facts)[2].file_system.as_mut().unwrap().kind = "tmpfs".to_owned();
     }),
@@ -423,6 +494,7 @@ const CHANGES: &[(&str, Change)] = &[
             open_files: Some(1024),
             processes: Some(4096),
             cgroup_processes: Some(100),
+            ..Limits::default()
         };
         facts.host.kernel = Kernel {
             overcommit_memory: Some(2),

@@ -312,13 +312,17 @@ fn what_never_ends_is_given_up_and_named() {
         (
             vec!["--config", "pipe"],
             "config.faults",
-            "no answer within",
+            "is a pipe, but must be a regular file",
         ),
-        (vec!["--config", "."], "config.faults", "Is a directory"),
+        (
+            vec!["--config", "."],
+            "config.faults",
+            "is a directory, but must be a regular file",
+        ),
         (
             vec!["--config", "/dev/zero"],
             "config.faults",
-            "has more than",
+            "must be a regular file",
         ),
         (
             [&bundle[..], &library[..]].concat(),
@@ -343,7 +347,7 @@ fn what_never_ends_is_given_up_and_named() {
             ]
             .to_vec(),
             "config.files",
-            "has more than",
+            "must be a regular file",
         ),
     ] {
         let output = preflight(dir.path(), &[&arguments[..], &["--json"]].concat());
@@ -355,6 +359,86 @@ fn what_never_ends_is_given_up_and_named() {
         let evidence = finding["evidence"].as_str().unwrap();
         assert!(evidence.contains(words), "{arguments:?}: {evidence}");
     }
+}
+
+#[test]
+fn with_faults_in_the_configuration_no_part_of_the_checks_is_ready() {
+    let dir = tempfile::tempdir().unwrap();
+    for arguments in [
+        &["--only", "gpu,runtime"][..],
+        &["--only", "gpu.nvml"],
+        &["--only", "gpu.devices"],
+        &["--only", "memory"],
+        &["--only", "bundle"],
+        &["--only", "host"],
+        &["--skip", "config"],
+        &["--only", "gpu", "--skip", "gpu"],
+    ] {
+        let output = preflight(dir.path(), arguments);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
+        let text = text_of(&output.stdout);
+        assert!(
+            !text.contains("ready to start:") || text.contains("not ready"),
+            "{text}"
+        );
+        assert!(!text.contains("execution_provider is cpu"), "{text}");
+    }
+}
+
+#[test]
+fn a_file_of_facts_takes_the_place_of_a_planted_link_and_a_pipe_is_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let victim = dir.path().join("victim");
+    fs::write(&victim, "mine").unwrap();
+    std::os::unix::fs::symlink(&victim, dir.path().join("facts.json.partial")).unwrap();
+    let output = preflight(dir.path(), &["--facts-out", "facts.json"]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "mine");
+    assert!(fs::metadata(dir.path().join("facts.json")).unwrap().len() > 0);
+
+    pipe(&dir.path().join("pipe"));
+    let output = preflight(dir.path(), &["--facts-out", "pipe"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(
+        text_of(&output.stderr).contains("no answer within"),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn limits_of_a_process_are_read_and_bytes_of_them_judged() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "ulimit -v 8000000; ulimit -d 6000000; exec {} --facts-out facts.json",
+        env!("CARGO_BIN_EXE_outrider-preflight")
+    );
+    let status = Command::new("sh")
+        .current_dir(dir.path())
+        .args(["-c", &script])
+        .output()
+        .unwrap();
+    assert_eq!(status.status.code(), Some(1), "{status:?}");
+    let facts = fs::read(dir.path().join("facts.json")).unwrap();
+    let facts: Value = serde_json::from_slice(&facts).unwrap();
+    let limits = &facts["host"]["limits"];
+    assert_eq!(limits["address_space_bytes"], 8_000_000 * 1024u64);
+    assert_eq!(limits["data_bytes"], 6_000_000 * 1024u64);
+}
+
+#[test]
+fn a_child_that_hangs_ends_when_its_parent_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    pipe(&dir.path().join("library.so"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_outrider-preflight"))
+        .current_dir(dir.path())
+        // The loader waits for a writer of the pipe.
+        .args(["collect-gpu", "--library", "./library.so", "--samples", "1"])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    drop(child.stdin.take());
+    assert_eq!(child.wait().unwrap().code(), Some(2));
 }
 
 #[test]

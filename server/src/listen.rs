@@ -113,15 +113,34 @@ pub fn bind_tcp(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Whether `endpoint` could be had now, and nothing is left behind: an address is taken and let go at once, a path is only looked at.
+/// What [`check`] found.
+#[derive(Debug)]
+pub enum Checked {
+    /// The address can be had, and is taken until this is dropped, so that another listener that wants it is found out.
+    Tcp(TcpListener),
+    /// Nothing is at the path.
+    Free,
+    /// A socket that nobody listens on any more is at the path, and would have to be replaced.
+    Leftover,
+}
+
+/// Whether `endpoint` could be had now, and nothing is left behind: a path is only looked at.
 ///
 /// # Errors
 ///
 /// As [`bind`], but for what only making a socket in its directory would show.
-pub fn check(endpoint: &Endpoint) -> io::Result<()> {
+pub fn check(endpoint: &Endpoint) -> io::Result<Checked> {
     match endpoint {
-        Endpoint::Tcp(address) => TcpListener::bind(address).map(drop),
-        Endpoint::Unix(path) => leftover(path).map(drop),
+        Endpoint::Tcp(address) => TcpListener::bind(address).map(Checked::Tcp),
+        Endpoint::Unix(path) => {
+            // As binding would refuse it: the kernel's addresses are short.
+            std::os::unix::net::SocketAddr::from_pathname(path)?;
+            Ok(if leftover(path)? {
+                Checked::Leftover
+            } else {
+                Checked::Free
+            })
+        }
     }
 }
 

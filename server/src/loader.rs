@@ -156,25 +156,34 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
 }
 
 fn read_text(bundle: &VerifiedBundle) -> Result<Text, String> {
-    let facts = &bundle.manifest().text;
-    let tokenizer = bundle
-        .read(&facts.tokenizer)
-        .map_err(|error| chain(&error))?;
+    text_of(bundle.manifest(), |file| {
+        bundle.read(file).map_err(|error| chain(&error))
+    })
+}
+
+/// The text side of the model that `manifest` describes, from the files that `read` gives.
+///
+/// # Errors
+///
+/// A file can't be read, or the tokenizer or the template can't be served.
+pub fn text_of(
+    manifest: &Manifest,
+    read: impl Fn(&str) -> Result<Vec<u8>, String>,
+) -> Result<Text, String> {
+    let facts = &manifest.text;
+    let tokenizer = read(&facts.tokenizer)?;
     let template = match &facts.chat_template {
         None => None,
-        Some(file) => {
-            let bytes = bundle.read(file).map_err(|error| chain(&error))?;
-            Some(
-                String::from_utf8(bytes)
-                    .map_err(|_| format!("the chat template {file} is not UTF-8"))?,
-            )
-        }
+        Some(file) => Some(
+            String::from_utf8(read(file)?)
+                .map_err(|_| format!("the chat template {file} is not UTF-8"))?,
+        ),
     };
     Text::new(
         &tokenizer,
         template.as_deref(),
         facts,
-        bundle.manifest().target.vocab_size,
+        manifest.target.vocab_size,
     )
     .map_err(|error| chain(&error))
 }

@@ -15,9 +15,9 @@ const PROBED_BLOCK_TOKENS: usize = 16;
 /// Every check of this part.
 pub fn checks(facts: &Facts) -> Vec<Finding> {
     let Some(settings) = &facts.config.settings else {
-        return vec![Finding::skip(
+        return vec![super::needs_settings(
             "bundle.manifest",
-            "the configuration has faults, so no bundle is known",
+            "which bundle is meant",
         )];
     };
     let bundle = &facts.bundle;

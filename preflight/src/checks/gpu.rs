@@ -60,6 +60,13 @@ pub fn checks(facts: &Facts) -> Vec<Finding> {
         .iter()
         .map(|(id, is_required, judge)| {
             let finding = match facts.config.execution_provider {
+                // Without settings the provider is not known.
+                _ if !facts.config.faults.is_empty() && *id == driver::NVML => {
+                    super::needs_settings(id, "whether it uses a GPU")
+                }
+                _ if !facts.config.faults.is_empty() => {
+                    Finding::skip(id, "the configuration has faults, see config.faults")
+                }
                 ExecutionProvider::Cpu => {
                     Finding::skip(id, "serving.runtime.execution_provider is cpu")
                 }

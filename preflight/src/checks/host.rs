@@ -2,7 +2,9 @@
 
 use super::{Finding, bytes_text};
 use crate::facts::config::Settings;
-use crate::facts::host::{Clock, HostFacts, Kernel, Memory, PathFacts, PortFacts, Purpose};
+use crate::facts::host::{
+    Clock, HostFacts, Kernel, Memory, PathFacts, PortFacts, PortFault, Purpose,
+};
 use crate::facts::{Facts, Reading};
 
 /// Files that the server needs beside connections.
@@ -48,6 +50,11 @@ pub fn checks(facts: &Facts) -> Vec<Finding> {
             )),
         }
         findings.push(open_files(host, settings));
+    } else {
+        findings.push(super::needs_settings(
+            "host.listen",
+            "where it is to listen",
+        ));
     }
     findings.push(processes(host));
     findings.push(shared_memory(&host.memory));
@@ -92,35 +99,48 @@ fn port(id: &'static str, host: &HostFacts, key: &str) -> Finding {
     let PortFacts {
         endpoint,
         fault,
+        fault_kind,
         holder,
         port,
         ..
     } = port;
+    let first_free = host.kernel.unprivileged_port_start.unwrap_or(1024);
+    let for_root = format!(
+        "set {key} to a port from {first_free} on, or give the service CAP_NET_BIND_SERVICE (AmbientCapabilities in a systemd unit)"
+    );
+    let is_privileged = port.is_some_and(|port| port != 0 && u64::from(port) < first_free);
     if let Some(fault) = fault {
         let holder = holder
             .as_ref()
             .map(|holder| format!("; {holder} has it"))
             .unwrap_or_default();
-        return Finding::fail(
-            id,
-            format!("{fault}{holder}"),
-            format!(
-                "stop the process that has it (`ss -ltnp`), or set {key} to another address of this machine"
+        let remedy = match fault_kind {
+            Some(PortFault::Taken) => format!(
+                "stop the process that has it (`ss -ltnp`, `ss -lxp`), or set {key} to another address of this machine"
             ),
-        );
+            Some(PortFault::Forbidden) if is_privileged => for_root,
+            Some(PortFault::Forbidden) => format!(
+                "give the directory to the user of the server (RuntimeDirectory in a systemd unit, `install -d -o USER DIR`), or set {key} to another place"
+            ),
+            Some(PortFault::ElsewhereAddress) => format!(
+                "set {key} to an address of this machine (`ip address`), or to 0.0.0.0 or [::] for all of them"
+            ),
+            Some(PortFault::Path) => format!(
+                "set {key} to a path of fewer than 108 bytes in a directory that is there (RuntimeDirectory in a systemd unit, `install -d -o USER DIR`)"
+            ),
+            Some(PortFault::Other) | None => format!("set {key} to another place"),
+        };
+        return Finding::fail(id, format!("{fault}{holder}"), remedy);
     }
-    let first_free = host.kernel.unprivileged_port_start.unwrap_or(1024);
-    let is_privileged = port.is_some_and(|port| port != 0 && u64::from(port) < first_free);
-    if is_privileged && host.user.id != 0 {
-        return Finding::warn(
+    // Who runs this took the port; whether another user may is not tried.
+    if is_privileged && host.user.id != 0 && !host.read_by_user {
+        return Finding::fail(
             id,
             format!(
                 "{endpoint} ({key}) is free, and only root or a process with CAP_NET_BIND_SERVICE may take ports below {first_free}; {} is not root",
                 user_text(host)
             ),
-            format!(
-                "set {key} to a port from {first_free} on, or give the service CAP_NET_BIND_SERVICE"
-            ),
+            for_root,
         );
     }
     Finding::pass(id, format!("{endpoint} ({key}) can be had"))
@@ -241,11 +261,24 @@ fn audit(paths: &[PathFacts], settings: &Settings) -> Finding {
 
 fn appended(id: &'static str, paths: &[PathFacts], key: &str, needed_bytes: u64) -> Finding {
     let of_key = || paths.iter().filter(|path| path.key == key);
-    if let Some(fault) = of_key().find_map(|path| path.fault.as_ref()) {
+    let fault_of = |purpose| {
+        let mut of_purpose = of_key().filter(move |path| path.purpose == purpose);
+        of_purpose.find_map(|path| path.fault.as_ref())
+    };
+    if let Some(fault) = fault_of(Purpose::Append) {
         return Finding::fail(
             id,
             fault,
-            "make the directory and give it to the user of the server: `install -d -o USER DIR`",
+            format!(
+                "set {key} to a file in a directory that is there and belongs to the user of the server: `install -d -o USER DIR`"
+            ),
+        );
+    }
+    if let Some(fault) = fault_of(Purpose::Create) {
+        return Finding::warn(
+            id,
+            format!("{fault}; the file can be appended to, and lines are lost once it is full"),
+            "give its directory to the user of the server, who makes and renames files there: `install -d -o USER DIR`",
         );
     }
     let Some((path, file_system)) =

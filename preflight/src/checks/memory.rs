@@ -3,6 +3,8 @@
 //! Sizes come from the graphs' own tensors, never from a formula over configuration numbers: a cache of unknown shape is unknown, and never said to fit.
 //! Items that no graph gives are estimates, which were set by measuring a server; they are marked as such.
 
+use std::collections::BTreeMap;
+
 use super::{Finding, bundle, bytes_text};
 use crate::facts::bundle::GraphFacts;
 use crate::facts::config::{ExecutionProvider, Settings};
@@ -25,30 +27,37 @@ const PROCESS_BYTES: u64 = 32 * MIB;
 /// Resident bytes for each byte of a tokenizer's file: its tables of tokens and merges.
 const TOKENIZER_RATIO: u64 = 12;
 
-/// Intermediate values of a CPU session.
+/// What a CPU session has beside the values that the rows of a pass give it.
 const CPU_WORKSPACE_BYTES: u64 = 12 * MIB;
 
 /// A CUDA context.
 const CONTEXT_BYTES: u64 = 500 * MIB;
 
-/// Workspaces of cuBLAS and intermediate values of a CUDA session; its arena grows in powers of two.
+/// Workspaces of cuBLAS and what else a CUDA session has beside values of rows; its arena grows in powers of two.
 const CUDA_WORKSPACE_BYTES: u64 = 256 * MIB;
 
 /// Step in which a context that fits is looked for.
 const CONTEXT_STEP_TOKENS: u64 = 64;
 
+/// The dimension that counts rows of logits in a target graph.
+const LOGIT_ROWS: &str = "n";
+
+/// The dimension that counts rows of blocks in a draft graph; its other one counts rows of the context, which passes of the target give it.
+const BLOCK_ROWS: &str = "block";
+
+/// Address space that a process may reserve beyond what it has in RAM: stacks of threads, regions of allocators, libraries.
+const RESERVED_BYTES: u64 = 4 << 30;
+
 /// Every check of this part.
 pub fn checks(facts: &Facts) -> Vec<Finding> {
     let Some(settings) = &facts.config.settings else {
-        return vec![Finding::skip(
-            "memory.ram",
-            "the configuration has faults, so nobody can tell what it needs",
-        )];
+        return vec![super::needs_settings("memory.ram", "what it needs")];
     };
     if facts.bundle.manifest.known().is_none() {
-        return vec![Finding::skip(
+        return vec![Finding::unknown(
             "memory.ram",
             "there is no bundle whose needs could be told",
+            "correct what bundle.manifest says first",
         )];
     }
     let shape = match Shape::of(facts, settings) {
@@ -61,7 +70,11 @@ pub fn checks(facts: &Facts) -> Vec<Finding> {
             )];
         }
     };
-    let mut findings = vec![kv_share(facts, settings, &shape), ram(facts, &shape)];
+    let mut findings = vec![
+        kv_share(facts, settings, &shape),
+        ram(facts, &shape),
+        process_limits(facts, &shape),
+    ];
     findings.push(match facts.config.execution_provider {
         ExecutionProvider::Cpu => {
             Finding::skip("memory.device", "serving.runtime.execution_provider is cpu")
@@ -137,6 +150,7 @@ struct Part {
     weight_bytes: u64,
     file_bytes: u64,
     row_bytes: u64,
+    live_row_bytes: BTreeMap<String, u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -170,6 +184,7 @@ impl Shape {
                 weight_bytes: graph.initializer_bytes,
                 file_bytes: file_bytes(path),
                 row_bytes: row_bytes(graph)?,
+                live_row_bytes: graph.live_row_bytes.clone(),
             }),
         };
         let target_graph = bundle.target.known();
@@ -240,15 +255,46 @@ impl Shape {
 
     /// What a server on the CPU has in memory when every slot is full.
     pub fn ram_items(&self) -> Vec<Item> {
-        let sessions = 1 + u64::from(self.draft.is_some());
         let mut items = self.model_items(1);
-        items.push(Item::estimate("workspace", sessions * CPU_WORKSPACE_BYTES));
+        items.push(Item::estimate(
+            "workspace",
+            self.workspace_bytes(CPU_WORKSPACE_BYTES),
+        ));
         items.push(Item::estimate("process", self.process_bytes()));
         items.push(Item::estimate(
             "tokenizer",
             product([TOKENIZER_RATIO, self.tokenizer_bytes]),
         ));
         items
+    }
+
+    /// Rows of a step in which every slot has a whole block.
+    fn decoded_rows(&self) -> u64 {
+        product([self.max_concurrency, self.step_rows()])
+    }
+
+    /// Rows of the widest pass: such a step, or a chunk of a prompt.
+    fn widest_rows(&self) -> u64 {
+        let chunk = self.prefill_chunk_tokens.min(self.context_tokens);
+        self.decoded_rows().max(even(chunk))
+    }
+
+    /// What sessions have beside weights, caches and outputs: the values between the nodes of their widest passes, and `session_bytes` each.
+    fn workspace_bytes(&self, session_bytes: u64) -> u64 {
+        let parts = [
+            Some(&self.target),
+            self.draft.as_ref().map(|draft| &draft.part),
+        ];
+        sum(parts.into_iter().flatten().map(|part| {
+            let values = part.live_row_bytes.iter().map(|(dimension, &bytes)| {
+                let rows = match dimension.as_str() {
+                    LOGIT_ROWS | BLOCK_ROWS => self.decoded_rows(),
+                    _ => self.widest_rows(),
+                };
+                product([rows, bytes])
+            });
+            session_bytes.saturating_add(sum(values))
+        }))
     }
 
     fn process_bytes(&self) -> u64 {
@@ -270,17 +316,18 @@ impl Shape {
 
     /// What a server takes of a device.
     fn device_items(&self) -> Vec<Item> {
-        let sessions = 1 + u64::from(self.draft.is_some());
         // Caches are inputs and outputs of each pass, and both are on the device while it runs.
         let mut items = self.model_items(2);
-        items.push(Item::estimate("workspace", sessions * CUDA_WORKSPACE_BYTES));
+        items.push(Item::estimate(
+            "workspace",
+            self.workspace_bytes(CUDA_WORKSPACE_BYTES),
+        ));
         items.push(Item::estimate("context", CONTEXT_BYTES));
         items
     }
 
     fn model_items(&self, kv_copies: u64) -> Vec<Item> {
-        let rows = product([self.max_concurrency, self.step_rows()]);
-        let tap_rows = rows.max(even(self.prefill_chunk_tokens));
+        let (rows, tap_rows) = (self.decoded_rows(), self.widest_rows());
         let mut items = vec![
             Item::exact("target weights", self.target.weight_bytes),
             Item::exact(
@@ -388,14 +435,86 @@ fn kv_share(facts: &Facts, settings: &Settings, shape: &Shape) -> Finding {
         return Finding::pass(id, evidence);
     }
     let fits = shape.alternatives(|other| other.kv_bytes() <= allowed_bytes);
+    let remedy = remedy(
+        fits,
+        "lower serving.runtime.max_concurrency, serving.runtime.prefix_cache_slots or serving.runtime.context_tokens, or raise serving.runtime.kv_cache_ratio",
+    );
+    // The draft takes what the target leaves, and is left out where that is too little.
+    if shape.target_kv_bytes() <= allowed_bytes && !settings.speculative.required {
+        return Finding::warn(
+            id,
+            format!(
+                "{evidence}, which is enough for the {} of the target alone: the server answers, but drafts nothing",
+                bytes_text(shape.target_kv_bytes())
+            ),
+            remedy,
+        );
+    }
     Finding::fail(
         id,
         format!("{evidence}, so the server refuses to start"),
-        remedy(
-            fits,
-            "lower serving.runtime.max_concurrency, serving.runtime.prefix_cache_slots or serving.runtime.context_tokens, or raise serving.runtime.kv_cache_ratio",
-        ),
+        remedy,
     )
+}
+
+/// Whether the limits of one process leave room for what the server has in memory.
+fn process_limits(facts: &Facts, shape: &Shape) -> Finding {
+    let id = "memory.process_limits";
+    let on_device = facts.config.execution_provider == ExecutionProvider::Cuda;
+    let items = ram_items(shape, on_device);
+    let exact = items.iter().filter(|item| !item.is_estimate);
+    let least_bytes = sum(exact.map(|item| item.bytes));
+    let needed_bytes = total(&items).max(shape.load_peak_bytes());
+    let limits = &facts.host.limits;
+    let mut worst = Finding::pass(id, "unlimited");
+    for (name, unit, limit) in [
+        (
+            "address space (RLIMIT_AS)",
+            "LimitAS",
+            limits.address_space_bytes,
+        ),
+        ("data (RLIMIT_DATA)", "LimitDATA", limits.data_bytes),
+    ] {
+        let Some(limit) = limit else { continue };
+        let evidence = format!(
+            "a process may have {} of {name}; {} are needed in RAM",
+            bytes_text(limit),
+            bytes_text(needed_bytes)
+        );
+        let remedy = format!(
+            "take the limit away ({unit}=infinity in a systemd unit, `ulimit` in a shell); limits of a cgroup hold memory as it is used"
+        );
+        let finding = if limit < least_bytes {
+            Finding::fail(id, evidence, remedy)
+        } else if on_device
+            || limit
+                < needed_bytes
+                    .saturating_mul(2)
+                    .saturating_add(RESERVED_BYTES)
+        {
+            Finding::warn(
+                id,
+                format!("{evidence}, and stacks and allocators reserve more than they use"),
+                remedy,
+            )
+        } else {
+            Finding::pass(id, evidence)
+        };
+        if finding.outcome >= worst.outcome {
+            worst = finding;
+        }
+    }
+    worst
+}
+
+/// What is in RAM when every slot is full.
+fn ram_items(shape: &Shape, on_device: bool) -> Vec<Item> {
+    let mut items = shape.ram_items();
+    if on_device {
+        // Weights are on the device once they are loaded.
+        items.retain(|item| !item.name.ends_with("weights") && item.name != "workspace");
+    }
+    items
 }
 
 fn ram(facts: &Facts, shape: &Shape) -> Finding {
@@ -405,14 +524,7 @@ fn ram(facts: &Facts, shape: &Shape) -> Finding {
         Reading::Unknown(reason) => return no_free_memory(id, reason),
     };
     let on_device = facts.config.execution_provider == ExecutionProvider::Cuda;
-    let items = |shape: &Shape| {
-        let mut items = shape.ram_items();
-        if on_device {
-            // Weights are on the device once they are loaded.
-            items.retain(|item| !item.name.ends_with("weights") && item.name != "workspace");
-        }
-        items
-    };
+    let items = |shape: &Shape| ram_items(shape, on_device);
     let needs = |shape: &Shape| total(&items(shape)).max(shape.load_peak_bytes());
     let mut list = items(shape);
     let steady_bytes = total(&list);

@@ -10,9 +10,9 @@ use crate::facts::{Facts, Reading};
 /// Every check of this part.
 pub fn checks(facts: &Facts) -> Vec<Finding> {
     let Some(settings) = &facts.config.settings else {
-        return vec![Finding::skip(
+        return vec![super::needs_settings(
             "runtime.library",
-            "the configuration has faults, so no library is known",
+            "which library is meant",
         )];
     };
     let mut findings = vec![library(facts)];

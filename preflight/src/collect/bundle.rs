@@ -10,9 +10,10 @@ use outrider_bundle::manifest::FILE_NAME;
 use outrider_bundle::onnx::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use outrider_bundle::verify::BundleError;
 use outrider_bundle::{Manifest, VerifiedBundle};
+use outrider_server::loader;
 use prost::Message as _;
 
-use super::{FILE_LIMIT, child};
+use super::{FILE_LIMIT, child, live};
 use crate::facts::Reading;
 use crate::facts::bundle::{BundleFacts, Cache, Depth, GraphFacts};
 
@@ -69,7 +70,10 @@ fn of_files(dir: &Path, manifest: Manifest, quick: bool) -> BundleFacts {
         (Depth::Digests, of_draft)
     };
     let (draft_faults, target_faults) = match of_draft {
-        Ok(of_draft) => (of_draft.unwrap_or_default(), Vec::new()),
+        Ok(of_draft) => (
+            of_draft.unwrap_or_default(),
+            text_fault(dir, &manifest).into_iter().collect(),
+        ),
         Err(of_target) => (Vec::new(), of_target.lines()),
     };
     let graph = |path: &str| read_graph(&dir.join(path)).into();
@@ -82,6 +86,14 @@ fn of_files(dir: &Path, manifest: Manifest, quick: bool) -> BundleFacts {
         draft: manifest.draft.as_ref().map(|draft| graph(&draft.graph)),
         manifest: Reading::Known(manifest),
     }
+}
+
+/// Why the server could not use the tokenizer or the template, in its own words.
+fn text_fault(dir: &Path, manifest: &Manifest) -> Option<String> {
+    let read = |file: &str| {
+        fs::read(dir.join(file)).map_err(|error| format!("cannot read {file}: {error}"))
+    };
+    loader::text_of(manifest, read).err()
 }
 
 /// Reads the facts of a graph.
@@ -131,6 +143,7 @@ fn facts_of(structure: &Structure, graph: GraphProto) -> GraphFacts {
         caches: structure.inputs.iter().filter_map(cache).collect(),
         logits_columns: columns("logits"),
         tap_columns: columns("aux_hidden_states"),
+        live_row_bytes: live::row_bytes(&graph),
         ops: structure.ops.clone(),
         row_mixing_nodes: mixing
             .map(|node| format!("{} {}", node.op_type, node.name).trim().to_owned())
@@ -229,6 +242,34 @@ mod tests {
         ] {
             assert!(!mixes_rows(&apart), "{apart:?}");
         }
+    }
+
+    #[test]
+    fn a_tokenizer_that_is_none_is_found_whatever_its_digest() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("tokenizer.json"), "not json").unwrap();
+        let manifest: Manifest = serde_json::from_value(serde_json::json!({
+            "schema_version": 1,
+            "name": "model",
+            "files": {},
+            "target": {
+                "graph": "model.onnx", "architecture": "llama", "precision": "int8",
+                "attention": "native", "layers": 1, "hidden_size": 8, "kv_heads": 1,
+                "head_dim": 8, "vocab_size": 8, "context_tokens": 8, "kv_dtype": "float32",
+                "taps": [],
+            },
+            "draft": null,
+            "text": {
+                "tokenizer": "tokenizer.json", "chat_template": null,
+                "bos_token": null, "eos_token": null, "add_bos": false,
+            },
+            "generation": serde_json::to_value(outrider_bundle::manifest::GenerationDefaults::default()).unwrap(),
+            "tools": {},
+            "sources": [],
+        }))
+        .unwrap();
+        let fault = text_fault(dir.path(), &manifest).unwrap();
+        assert!(fault.contains("tokenizer"), "{fault}");
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Runs what can block or crash in a process of its own, with a time limit.
 
+use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -15,6 +18,9 @@ const OUTPUT_LIMIT_BYTES: u64 = 4 << 20;
 
 /// Most bytes of its complaints that an error repeats.
 const COMPLAINT_BYTES: usize = 600;
+
+/// Exit code of a child whose parent is gone; nobody reads it.
+const EXIT_ALONE: i32 = 2;
 
 /// Why a child said nothing of use.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +39,9 @@ pub enum ChildError {
         /// The limit in milliseconds.
         limit_ms: u128,
     },
+    /// There can be no thread that waits for it.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
     /// Reading ended in a panic, whose message is on standard error.
     #[error("reading it ended in a fault of this program")]
     Panicked,
@@ -58,13 +67,24 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<String
     };
     let mut child = Command::new(program)
         .args(arguments)
-        .stdin(Stdio::null())
+        // Its end tells the child that nobody waits any more, see [`end_with_parent`].
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .map_err(failed)?;
-    let output = read_aside(child.stdout.take());
-    let complaints = read_aside(child.stderr.take());
+    let mut aside = || {
+        let output = read_aside(child.stdout.take())?;
+        io::Result::Ok((output, read_aside(child.stderr.take())?))
+    };
+    let (output, complaints) = match aside() {
+        Ok(pipes) => pipes,
+        Err(error) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(ChildError::Thread(error));
+        }
+    };
     let began = Instant::now();
     let status = loop {
         if let Some(status) = child.try_wait().map_err(failed)? {
@@ -99,16 +119,35 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<String
     })
 }
 
-fn read_aside(pipe: Option<impl Read + Send + 'static>) -> mpsc::Receiver<Vec<u8>> {
+fn read_aside(pipe: Option<impl Read + Send + 'static>) -> io::Result<mpsc::Receiver<Vec<u8>>> {
     let (sender, receiver) = mpsc::channel();
     if let Some(pipe) = pipe {
-        thread::spawn(move || {
+        thread::Builder::new().spawn(move || {
             let mut bytes = Vec::new();
             let _ = pipe.take(OUTPUT_LIMIT_BYTES).read_to_end(&mut bytes);
             let _ = sender.send(bytes);
+        })?;
+    }
+    Ok(receiver)
+}
+
+/// Lets this process end when the one that started it with a pipe as standard input is gone: what it may hang in would outlive it for good.
+pub fn end_with_parent() {
+    let input = File::from(match io::stdin().as_fd().try_clone_to_owned() {
+        Ok(input) => input,
+        // Standard input is closed: nobody holds the other end of it.
+        Err(_) => return,
+    });
+    let is_pipe = input
+        .metadata()
+        .is_ok_and(|metadata| metadata.file_type().is_fifo());
+    if is_pipe {
+        // Without a thread it ends as it would have: by itself, or at the limit of who waits for it.
+        let _ = thread::Builder::new().spawn(move || {
+            let _ = io::copy(&mut &input, &mut io::sink());
+            std::process::exit(EXIT_ALONE);
         });
     }
-    receiver
 }
 
 /// What `read` gives within `limit`; a reader that does not come back is left alone.
@@ -119,9 +158,11 @@ pub fn within<T: Send + 'static>(
     read: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ChildError> {
     let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || {
-        let _ = sender.send(read());
-    });
+    thread::Builder::new()
+        .spawn(move || {
+            let _ = sender.send(read());
+        })
+        .map_err(ChildError::Thread)?;
     receiver.recv_timeout(limit).map_err(|error| match error {
         RecvTimeoutError::Timeout => ChildError::Timeout {
             limit_ms: limit.as_millis(),

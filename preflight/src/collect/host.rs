@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::io;
-use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -11,17 +12,18 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use outrider_bundle::Manifest;
 use outrider_server::audit::AuditError;
 use outrider_server::launch::LaunchError;
-use outrider_server::listen::{self, Endpoint};
+use outrider_server::listen::{self, Checked, Endpoint};
 use outrider_server::logging::LogError;
 use outrider_server::machine;
 use rustix::fs::StatVfs;
+use rustix::io::Errno;
 
 use super::permission::{self, Wanted};
 use super::{FILE_LIMIT, child};
 use crate::facts::Reading;
 use crate::facts::config::{ConfigFacts, Settings};
 use crate::facts::host::{
-    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, Purpose,
+    Clock, FileSystem, HostFacts, Kernel, Limits, Memory, PathFacts, PortFacts, PortFault, Purpose,
     SharedMemory, User,
 };
 
@@ -54,12 +56,7 @@ pub fn collect(
     };
     let ports = match config.settings.clone() {
         None => Vec::new(),
-        Some(settings) => {
-            let user = user.clone();
-            // A socket whose process does not take connections lets nobody in and sends nobody away.
-            child::within(FILE_LIMIT, move || ports(&settings, &user, read_by_user))
-                .unwrap_or_default()
-        }
+        Some(settings) => ports(&settings, &user, read_by_user),
     };
     HostFacts {
         read_by_user,
@@ -119,18 +116,24 @@ fn path_facts(
     path: &Path,
     purpose: Purpose,
 ) -> PathFacts {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let may = |path: &Path, wanted| permission::check(user, read_by_user, path, wanted);
+    let names_directory = path.as_os_str().as_bytes().ends_with(b"/");
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let parent = path.parent().unwrap_or(Path::new("/"));
     let fault = match purpose {
         Purpose::Read => may(&path, Wanted::Read),
-        Purpose::Append if path.exists() => may(&path, Wanted::Write),
-        Purpose::Append | Purpose::Create => may(parent, Wanted::Write),
+        Purpose::Append if names_directory => Err(Errno::ISDIR.into()),
+        Purpose::Append => appendable(&path, mounts, &may),
+        Purpose::Create => creatable(parent, mounts, &may),
     };
     let fault = fault.err().map(|source| {
         let path = path.clone();
         // In the server's own words where it would refuse.
         match key {
+            AUDIT if purpose == Purpose::Create => format!(
+                "cannot make and rename files beside {} ({AUDIT}): {source}",
+                path.display()
+            ),
             LOG => LogError { path, source }.to_string(),
             AUDIT => AuditError { path, source }.to_string(),
             _ => format!("{}: {source} ({key})", path.display()),
@@ -144,6 +147,55 @@ fn path_facts(
             && (may(&path, Wanted::Write).is_ok() || may(parent, Wanted::Write).is_ok()),
         file_system: file_system(&path, mounts),
         path: path.display().to_string(),
+    }
+}
+
+/// Asks whether the user may do something with a path.
+type May<'a> = dyn Fn(&Path, Wanted) -> io::Result<()> + 'a;
+
+/// Most links that lead from one to the next, as the kernel follows them.
+const MAX_LINKS: usize = 40;
+
+/// Whether a file can be appended to, or made where there is none, and nothing is changed.
+fn appendable(path: &Path, mounts: &str, may: &May<'_>) -> io::Result<()> {
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => Err(Errno::ISDIR.into()),
+        Ok(metadata) if metadata.file_type().is_socket() => Err(Errno::NXIO.into()),
+        Ok(_) => may(path, Wanted::Write),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mut path = path.to_owned();
+            // What a link leads to is made, and not what is beside the link.
+            for _ in 0..MAX_LINKS {
+                let Ok(target) = fs::read_link(&path) else {
+                    break;
+                };
+                path = path.parent().unwrap_or(Path::new("/")).join(target);
+            }
+            let dir = path.parent().unwrap_or(Path::new("/"));
+            creatable(dir, mounts, may)?;
+            let longest = rustix::fs::statvfs(dir)?.f_namemax;
+            let name = path.file_name().unwrap_or_default();
+            if name.len() as u64 > longest {
+                return Err(Errno::NAMETOOLONG.into());
+            }
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether files can be made in a directory.
+fn creatable(dir: &Path, mounts: &str, may: &May<'_>) -> io::Result<()> {
+    if !fs::metadata(dir)?.is_dir() {
+        return Err(Errno::NOTDIR.into());
+    }
+    may(dir, Wanted::Write)?;
+    // The kernel fills these itself, whatever their modes say.
+    match file_system(dir, mounts) {
+        Some(FileSystem { kind, .. }) if ["proc", "sysfs"].contains(&kind.as_str()) => {
+            Err(io::Error::other(format!("no file can be made on {kind}")))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -190,72 +242,126 @@ fn unescaped(field: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// Tries both places to listen; the first stays taken while the second is tried, as a server would have it.
 fn ports(settings: &Settings, user: &User, read_by_user: bool) -> Vec<PortFacts> {
-    [
+    let mut held = None;
+    let mut all = Vec::new();
+    for (key, listener) in [
         ("serving.listen", &settings.listen),
         ("serving.admin_listen", &settings.admin_listen),
-    ]
-    .into_iter()
-    .map(|(key, listener)| {
-        let may_make = |dir: &Path| permission::check(user, read_by_user, dir, Wanted::Write);
-        port_facts(key, &listener.endpoint, &may_make)
-    })
-    .collect()
+    ] {
+        let user = user.clone();
+        let text = listener.endpoint.clone();
+        let Ok(endpoint) = text.parse::<Endpoint>() else {
+            all.push(PortFacts {
+                key: key.to_owned(),
+                fault: Some(format!("{text} ({key}) is no endpoint")),
+                fault_kind: Some(PortFault::Other),
+                endpoint: text,
+                ..PortFacts::default()
+            });
+            continue;
+        };
+        let tried = {
+            let endpoint = endpoint.clone();
+            // A socket whose process does not take connections lets nobody in and sends nobody away.
+            child::within(FILE_LIMIT, move || tried(&endpoint, &user, read_by_user))
+        };
+        let tried = tried.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
+        let mut facts = port_facts(key, endpoint, tried.as_ref().err());
+        if facts.holder.is_none()
+            && facts.fault_kind == Some(PortFault::Taken)
+            && let Some(taken) = held.as_ref().and_then(listening_on)
+            && facts.port == Some(taken.port())
+        {
+            facts.holder = Some("serving.listen".to_owned());
+        }
+        all.push(facts);
+        held = held.or(tried.ok());
+    }
+    all
 }
 
-/// Whether `endpoint` can be had, in the server's own words; `may_make` says whether its user may make files in a directory.
-fn port_facts(
-    key: &'static str,
-    endpoint: &str,
-    may_make: &dyn Fn(&Path) -> io::Result<()>,
-) -> PortFacts {
-    let mut facts = PortFacts {
-        key: key.to_owned(),
-        endpoint: endpoint.to_owned(),
-        ..PortFacts::default()
-    };
-    let Ok(endpoint) = endpoint.parse::<Endpoint>() else {
-        facts.fault = Some(format!("{endpoint} ({key}) is no endpoint"));
-        return facts;
-    };
-    let mut tried = listen::check(&endpoint);
-    match &endpoint {
-        Endpoint::Tcp(address) => {
-            facts.port = Some(address.port());
-            if tried
-                .as_ref()
-                .is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse)
-            {
-                facts.holder = holder(*address);
+fn listening_on(checked: &Checked) -> Option<SocketAddr> {
+    match checked {
+        Checked::Tcp(listener) => listener.local_addr().ok(),
+        Checked::Free | Checked::Leftover => None,
+    }
+}
+
+/// Whether a user can have `endpoint`.
+fn tried(endpoint: &Endpoint, user: &User, read_by_user: bool) -> io::Result<Checked> {
+    let checked = listen::check(endpoint)?;
+    if let Endpoint::Unix(path) = endpoint {
+        if path.as_os_str().as_bytes().ends_with(b"/") {
+            return Err(Errno::ISDIR.into());
+        }
+        match checked {
+            Checked::Leftover => permission::check_removal(user, read_by_user, path)?,
+            _ => {
+                let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+                let may = |path: &Path, wanted| permission::check(user, read_by_user, path, wanted);
+                creatable(path.parent().unwrap_or(Path::new("/")), &mounts, &may)?;
             }
         }
-        Endpoint::Unix(path) => {
-            let dir = path.parent().unwrap_or(Path::new("/"));
-            tried = tried.and_then(|()| may_make(dir));
-        }
     }
-    facts.fault = tried.err().map(|source| {
-        let error = LaunchError::Bind {
-            key,
-            endpoint,
-            source,
-        };
-        error.to_string()
-    });
-    facts
+    Ok(checked)
 }
 
-/// The process that listens on a port, by its number and name; `None` where it belongs to somebody else.
+/// A place to listen and why it can't be had, in the server's own words.
+fn port_facts(key: &'static str, endpoint: Endpoint, error: Option<&io::Error>) -> PortFacts {
+    let port = match &endpoint {
+        Endpoint::Tcp(address) => Some(*address),
+        Endpoint::Unix(_) => None,
+    };
+    let fault_kind = error.map(|error| match error.kind() {
+        io::ErrorKind::AddrInUse => PortFault::Taken,
+        io::ErrorKind::PermissionDenied => PortFault::Forbidden,
+        io::ErrorKind::AddrNotAvailable => PortFault::ElsewhereAddress,
+        io::ErrorKind::NotFound
+        | io::ErrorKind::NotADirectory
+        | io::ErrorKind::IsADirectory
+        | io::ErrorKind::InvalidInput
+        | io::ErrorKind::InvalidFilename => PortFault::Path,
+        _ => PortFault::Other,
+    });
+    PortFacts {
+        key: key.to_owned(),
+        endpoint: endpoint.to_string(),
+        holder: port
+            .filter(|_| fault_kind == Some(PortFault::Taken))
+            .and_then(holder),
+        port: port.map(|address| address.port()),
+        fault_kind,
+        fault: error.map(|error| {
+            let source = match error.raw_os_error() {
+                Some(code) => io::Error::from_raw_os_error(code),
+                None => io::Error::new(error.kind(), error.to_string()),
+            };
+            let error = LaunchError::Bind {
+                key,
+                endpoint,
+                source,
+            };
+            error.to_string()
+        }),
+    }
+}
+
+/// The other process that listens where `address` is wanted, by its number and name; `None` where it belongs to somebody else.
 fn holder(address: SocketAddr) -> Option<String> {
     let inode = ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
         .filter_map(|path| fs::read_to_string(path).ok())
-        .find_map(|table| listening_inode(&table, address.port()))?;
+        .find_map(|table| listening_inode(&table, address))?;
     let link = format!("socket:[{inode}]");
     for process in fs::read_dir("/proc").ok()?.flatten() {
         let id = process.file_name().to_string_lossy().into_owned();
-        // `self` and `thread-self` are other names of a process that comes by its number as well.
-        if id.parse::<u32>().is_err() {
+        // `self` and `thread-self` are other names of a process that comes by its number as well; this one holds what it tries.
+        if id
+            .parse::<u32>()
+            .map_or(true, |id| id == std::process::id())
+        {
             continue;
         }
         let Ok(files) = fs::read_dir(process.path().join("fd")) else {
@@ -272,26 +378,46 @@ fn holder(address: SocketAddr) -> Option<String> {
     None
 }
 
-/// The inode of the socket that listens on a port, in a table as `/proc/net/tcp` has it.
-fn listening_inode(table: &str, port: u16) -> Option<u64> {
+/// The inode of the socket that listens where `address` is wanted, in a table as `/proc/net/tcp` has it.
+fn listening_inode(table: &str, address: SocketAddr) -> Option<u64> {
     const LISTEN: &str = "0A";
+    let wanted = address.ip().to_canonical();
     table.lines().skip(1).find_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let of_port = words.get(1)?.rsplit_once(':')?.1;
-        let is_it = u16::from_str_radix(of_port, 16) == Ok(port) && *words.get(3)? == LISTEN;
+        let (host, port) = words.get(1)?.rsplit_once(':')?;
+        let host = host_of(host)?.to_canonical();
+        // All addresses of a machine are in the way of each, and the other way round.
+        let meets = host == wanted || host.is_unspecified() || wanted.is_unspecified();
+        let is_it = meets
+            && u16::from_str_radix(port, 16) == Ok(address.port())
+            && *words.get(3)? == LISTEN;
         is_it.then(|| words.get(9)?.parse().ok())?
     })
 }
 
+/// An address as the kernel's tables have it: words of 32 bits as the machine stores them.
+fn host_of(digits: &str) -> Option<IpAddr> {
+    let mut bytes = Vec::new();
+    for at in (0..digits.len()).step_by(8) {
+        let word = u32::from_str_radix(digits.get(at..at + 8)?, 16).ok()?;
+        bytes.extend(word.to_ne_bytes());
+    }
+    match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes)
+            .ok()
+            .map(|it| Ipv4Addr::from(it).into()),
+        16 => <[u8; 16]>::try_from(bytes)
+            .ok()
+            .map(|it| Ipv6Addr::from(it).into()),
+        _ => None,
+    }
+}
+
 fn memory() -> Memory {
-    let cgroup_limit = ["memory.max", "memory/memory.limit_in_bytes"]
-        .iter()
-        .find_map(|name| number(&Path::new("/sys/fs/cgroup").join(name)));
     Memory {
         total_bytes: total_memory_bytes().into(),
         available_bytes: machine::free_memory_bytes().into(),
-        // The older form says "none" with a number near the largest.
-        cgroup_limit_bytes: cgroup_limit.filter(|limit| *limit < 1 << 60),
+        cgroup_limit_bytes: machine::cgroup_memory_bytes(),
         shared: rustix::fs::statvfs("/dev/shm").map(shared_memory).into(),
     }
 }
@@ -314,14 +440,16 @@ fn total_memory_bytes() -> Result<u64, String> {
 }
 
 fn limits() -> Limits {
-    let hard = |resource| {
-        let (_, hard) = getrlimit(resource).ok()?;
-        (hard != RLIM_INFINITY).then_some(hard)
-    };
+    let limited = |limit| (limit != RLIM_INFINITY).then_some(limit);
+    let hard = |resource| limited(getrlimit(resource).ok()?.1);
+    // Nobody raises these for a server.
+    let soft = |resource| limited(getrlimit(resource).ok()?.0);
     Limits {
         open_files: hard(Resource::RLIMIT_NOFILE),
         processes: hard(Resource::RLIMIT_NPROC),
-        cgroup_processes: number(Path::new("/sys/fs/cgroup/pids.max")),
+        cgroup_processes: machine::cgroup_processes(),
+        address_space_bytes: soft(Resource::RLIMIT_AS),
+        data_bytes: soft(Resource::RLIMIT_DATA),
     }
 }
 
@@ -380,41 +508,97 @@ mod tests {
 
     use super::*;
 
-    fn port_facts(key: &'static str, endpoint: &str) -> PortFacts {
-        super::port_facts(key, endpoint, &|_| Ok(()))
+    fn user() -> User {
+        permission::user(permission::own_user_id().unwrap())
+    }
+
+    /// The facts of both listeners.
+    fn both(listen: &str, admin_listen: &str) -> [PortFacts; 2] {
+        let listener = |endpoint: &str| crate::facts::config::Listener {
+            endpoint: endpoint.to_owned(),
+            ..Default::default()
+        };
+        let settings = Settings {
+            listen: listener(listen),
+            admin_listen: listener(admin_listen),
+            ..Settings::default()
+        };
+        ports(&settings, &user(), true).try_into().unwrap()
+    }
+
+    fn of_admin(endpoint: &str) -> PortFacts {
+        both("127.0.0.1:0", endpoint)[1].clone()
     }
 
     #[test]
-    fn a_port_in_use_names_who_has_it_and_a_free_one_is_let_go() {
+    fn a_port_in_use_is_found_and_a_free_one_is_let_go() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = taken.local_addr().unwrap().to_string();
-        let facts = port_facts("serving.listen", &address);
-        assert!(facts.fault.is_some());
-        let own = format!("process {} (", std::process::id());
-        let holder = facts.holder.unwrap();
-        assert!(holder.starts_with(&own), "{holder}");
+        let facts = of_admin(&address);
+        assert_eq!(facts.fault_kind, Some(PortFault::Taken));
+        assert_eq!(facts.holder, None, "this process itself is named to nobody");
         drop(taken);
         for _ in 0..2 {
-            assert_eq!(port_facts("serving.listen", &address).fault, None);
+            assert_eq!(of_admin(&address).fault, None);
         }
     }
 
     #[test]
-    fn the_listening_socket_of_a_port_is_found_among_others() {
+    fn two_listeners_that_want_the_same_port_are_found_out() {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let [first, second] = both(&format!("0.0.0.0:{port}"), &format!("127.0.0.1:{port}"));
+        assert_eq!(first.fault, None);
+        assert_eq!(second.fault_kind, Some(PortFault::Taken), "{second:?}");
+        assert_eq!(second.holder.as_deref(), Some("serving.listen"));
+    }
+
+    #[test]
+    fn faults_of_addresses_and_sockets_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = |name: &str| format!("unix:{}", dir.path().join(name).display());
+        for (endpoint, kind) in [
+            ("192.0.2.1:18640".to_owned(), PortFault::ElsewhereAddress),
+            (socket("none/admin.sock"), PortFault::Path),
+            (socket(&"x".repeat(120)), PortFault::Path),
+            (socket("admin.sock/"), PortFault::Path),
+            ("unix:/proc/admin.sock".to_owned(), PortFault::Other),
+            ("nonsense".to_owned(), PortFault::Other),
+        ] {
+            let facts = of_admin(&endpoint);
+            assert_eq!(facts.fault_kind, Some(kind), "{endpoint}: {facts:?}");
+        }
+    }
+
+    #[test]
+    fn the_listening_socket_of_an_address_is_found_among_others() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
             0: 0100007F:1F90 0100007F:A000 01 0:0 0:0 0 0 0 7 1\n\
-            1: 0100007F:1F90 00000000:0000 0A 0:0 00:0 0 0 0 4711 1\n";
-        assert_eq!(listening_inode(table, 8080), Some(4711));
-        assert_eq!(listening_inode(table, 8081), None);
-        assert_eq!(listening_inode("garbage\nmore garbage\n", 1), None);
+            1: 0200007F:1F90 00000000:0000 0A 0:0 00:0 0 0 0 4710 1\n\
+            2: 0100007F:1F90 00000000:0000 0A 0:0 00:0 0 0 0 4711 1\n";
+        let inode = |address: &str| listening_inode(table, address.parse().unwrap());
+        assert_eq!(inode("127.0.0.1:8080"), Some(4711));
+        assert_eq!(inode("[::ffff:127.0.0.1]:8080"), Some(4711));
+        assert_eq!(inode("127.0.0.2:8080"), Some(4710));
+        assert_eq!(
+            inode("0.0.0.0:8080"),
+            Some(4710),
+            "any of them is in the way"
+        );
+        assert_eq!(inode("127.0.0.3:8080"), None);
+        assert_eq!(inode("127.0.0.1:8081"), None);
+        let all = "\n0: 00000000000000000000000000000000:1F90 0:0 0A 0 0 0 0 0 4712";
+        let wanted = "127.0.0.1:8080".parse().unwrap();
+        assert_eq!(listening_inode(all, wanted), Some(4712));
+        assert_eq!(listening_inode("garbage\nmore garbage\n", wanted), None);
     }
 
     #[test]
     fn a_socket_file_is_only_in_the_way_when_somebody_listens_or_it_is_none() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("admin.sock");
-        let fault =
-            || port_facts("serving.admin_listen", &format!("unix:{}", path.display())).fault;
+        let fault = || of_admin(&format!("unix:{}", path.display())).fault;
         assert_eq!(fault(), None);
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let place = format!(
@@ -436,13 +620,48 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_needs_a_directory_that_the_user_may_write_to() {
-        let may_make = |dir: &Path| Err(io::Error::other(format!("not in {}", dir.display())));
-        let facts = super::port_facts("serving.admin_listen", "unix:/run/x/admin.sock", &may_make);
-        assert_eq!(
-            facts.fault.as_deref(),
-            Some("cannot listen on unix:/run/x/admin.sock (serving.admin_listen): not in /run/x")
-        );
+    fn a_file_that_the_server_could_not_append_to_is_found_and_nothing_is_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path();
+        fs::create_dir(place.join("dir")).unwrap();
+        fs::write(place.join("file"), "").unwrap();
+        let link = |name: &str, target: &str| {
+            std::os::unix::fs::symlink(place.join(target), place.join(name)).unwrap();
+        };
+        link("dangling", "new.log");
+        link("lost", "none/new.log");
+        link("loop", "loop");
+        let _socket = std::os::unix::net::UnixListener::bind(place.join("socket")).unwrap();
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let long = "x".repeat(300);
+        for (name, fault) in [
+            ("file", None),
+            ("new.log", None),
+            ("dangling", None),
+            ("dir", Some("Is a directory")),
+            ("new.log/", Some("Is a directory")),
+            ("none/new.log", Some("No such file or directory")),
+            ("lost", Some("No such file or directory")),
+            ("loop", Some("symbolic links")),
+            ("file/new.log", Some("Not a directory")),
+            ("socket", Some("No such device or address")),
+            (&long, Some("File name too long")),
+            ("/proc/new.log", Some("no file can be made on proc")),
+        ] {
+            let path = place.join(name);
+            let facts = path_facts(&user(), true, &mounts, LOG, &path, Purpose::Append);
+            match fault {
+                None => assert_eq!(facts.fault, None, "{name}"),
+                Some(words) => {
+                    let found = facts.fault.unwrap_or_default();
+                    assert!(found.contains(words), "{name}: {found:?}");
+                    // What the server says when it opens the file.
+                    let opened = fs::OpenOptions::new().append(true).create(true).open(&path);
+                    assert!(opened.is_err(), "{name}");
+                }
+            }
+        }
+        assert!(!place.join("new.log").exists());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use rustix::fs::Access;
+use rustix::fs::{Access, StatVfsMountFlags};
 
 use crate::facts::host::User;
 
@@ -23,6 +23,7 @@ pub enum Wanted {
 }
 
 const EXECUTE_BIT: u32 = 1;
+const STICKY_BIT: u32 = 0o1000;
 
 impl Wanted {
     fn bit(self) -> u32 {
@@ -94,6 +95,13 @@ pub fn check(user: &User, is_own: bool, path: &Path, wanted: Wanted) -> io::Resu
         return rustix::fs::access(path, access).map_err(io::Error::from);
     }
     let path = path.canonicalize()?;
+    if wanted == Wanted::Write {
+        // As the kernel answers who asks for itself.
+        let mount = rustix::fs::statvfs(&path)?;
+        if mount.f_flag.contains(StatVfsMountFlags::RDONLY) {
+            return Err(io::Error::from(rustix::io::Errno::ROFS));
+        }
+    }
     let ancestors: Vec<&Path> = path.ancestors().skip(1).collect();
     for dir in ancestors.into_iter().rev() {
         let metadata = fs::metadata(dir)?;
@@ -107,6 +115,22 @@ pub fn check(user: &User, is_own: bool, path: &Path, wanted: Wanted) -> io::Resu
     } else {
         Err(refusal(user, wanted.verb(), &path, &metadata))
     }
+}
+
+/// Whether a user may remove what is at `path` from its directory, or why not: of a directory that is sticky only owners may.
+///
+/// # Errors
+///
+/// The user may not, or nothing is there.
+pub fn check_removal(user: &User, is_own: bool, path: &Path) -> io::Result<()> {
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    check(user, is_own, dir, Wanted::Write)?;
+    let (of_dir, of_file) = (fs::metadata(dir)?, fs::symlink_metadata(path)?);
+    let is_owner = [of_dir.uid(), of_file.uid()].contains(&user.id);
+    if of_dir.mode() & STICKY_BIT != 0 && user.id != 0 && !is_owner {
+        return Err(refusal(user, "replace", path, &of_file));
+    }
+    Ok(())
 }
 
 fn allows(user: &User, metadata: &Metadata, bit: u32) -> bool {
@@ -155,6 +179,49 @@ mod tests {
         assert_eq!(user.group_ids, [991, 1200]);
         let nameless = user_in(4711, PASSWD, GROUP);
         assert_eq!((nameless.name, nameless.group_ids), (None, vec![0]));
+    }
+
+    #[test]
+    fn only_owners_may_replace_what_is_in_a_sticky_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("admin.sock");
+        fs::write(&path, "").unwrap();
+        let mode = |mode| {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let user = |id| User {
+            id,
+            name: None,
+            group_ids: vec![id],
+        };
+        let owner = fs::metadata(&path).unwrap().uid();
+        for (of_dir, id, may) in [
+            (0o777, 4_000_000, true),
+            (0o1777, 4_000_000, false),
+            (0o1777, owner, true),
+            (0o755, 4_000_000, false),
+        ] {
+            mode(of_dir);
+            let found = check_removal(&user(id), false, &path);
+            assert_eq!(found.is_ok(), may, "{of_dir:o} {id}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn nobody_writes_to_a_mount_that_is_for_reading() {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let for_reading = mounts.lines().find_map(|line| {
+            let fields: Vec<&str> = line.split(' ').collect();
+            let is_it = fields.get(3)?.split(',').any(|option| option == "ro");
+            let place = Path::new(fields.get(1)?);
+            (is_it && place.is_dir()).then(|| place.to_owned())
+        });
+        // Where no mount is for reading alone there is nothing to ask.
+        if let Some(place) = for_reading {
+            let root = User::default();
+            let refusal = check(&root, false, &place, Wanted::Write).unwrap_err();
+            assert_eq!(refusal.kind(), io::ErrorKind::ReadOnlyFilesystem);
+        }
     }
 
     #[test]

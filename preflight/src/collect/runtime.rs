@@ -55,7 +55,11 @@ pub fn collect(config: &ConfigFacts, program: &Path) -> RuntimeFacts {
             &settings.onnxruntime_library,
             config.execution_provider,
             config.device_id,
-            settings.intra_op_threads.unwrap_or(0),
+            // More threads than processors make a session that computes nothing slow, and show nothing.
+            settings
+                .intra_op_threads
+                .unwrap_or(0)
+                .min(facts.processor.known().map_or(1, |it| it.usable_cores)),
         ),
         Reading::Unknown(reason) => Reading::Unknown(reason.clone()),
     };

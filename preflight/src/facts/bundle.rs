@@ -50,6 +50,8 @@ pub struct GraphFacts {
     pub logits_columns: u64,
     /// Columns of the taps; 0 when there are none.
     pub tap_columns: u64,
+    /// Most bytes between its nodes that are alive at once, for each row of a pass, by the dimension of the inputs that counts the rows.
+    pub live_row_bytes: BTreeMap<String, u64>,
     /// How often each operator occurs, by `domain.op_type`.
     pub ops: BTreeMap<String, u64>,
     /// Nodes whose result for one row depends on other rows, as `op_type name`.

@@ -115,10 +115,28 @@ pub struct PortFacts {
     pub endpoint: String,
     /// Why it can't be had; `None` when it can.
     pub fault: Option<String>,
+    /// What kind of fault that is.
+    pub fault_kind: Option<PortFault>,
     /// The process that has it, where it can be seen.
     pub holder: Option<String>,
     /// Port, for an address.
     pub port: Option<u16>,
+}
+
+/// Why a place to listen can't be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PortFault {
+    /// Another listener has it.
+    Taken,
+    /// The user may not have it.
+    Forbidden,
+    /// The address is of another machine.
+    ElsewhereAddress,
+    /// The directory of a socket is not there, or the path can't be that of a socket.
+    Path,
+    /// Something else.
+    Other,
 }
 
 /// Limits of a process; `None` is unlimited or unknown.
@@ -131,6 +149,10 @@ pub struct Limits {
     pub processes: Option<u64>,
     /// Processes and threads of the cgroup.
     pub cgroup_processes: Option<u64>,
+    /// Bytes of address space.
+    pub address_space_bytes: Option<u64>,
+    /// Bytes of memory that a process writes to and shares with no other.
+    pub data_bytes: Option<u64>,
 }
 
 /// Parameters of the kernel; `None` where they can't be read.

@@ -264,7 +264,8 @@ fn run(options: &Options, deadline: Instant, told: &mut Told) -> std::io::Result
         .arg("--library")
         .arg(&options.nvml_library)
         .args(["--samples", &options.utilisation_samples.to_string()])
-        .stdin(Stdio::null())
+        // Its end tells the process that nobody waits any more.
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
     // A list without members has no form on a command line.
@@ -274,7 +275,13 @@ fn run(options: &Options, deadline: Instant, told: &mut Told) -> std::io::Result
         }
     }
     let mut process = command.spawn()?;
-    let lines = lines_of(&mut process);
+    let lines = match lines_of(&mut process) {
+        Ok(lines) => lines,
+        Err(error) => {
+            end_process(&mut process, true);
+            return Err(error);
+        }
+    };
     let end = loop {
         let wait = deadline
             .saturating_duration_since(Instant::now())
@@ -305,18 +312,18 @@ fn run(options: &Options, deadline: Instant, told: &mut Told) -> std::io::Result
 }
 
 /// The lines of `process`, read by a thread that ends with it.
-fn lines_of(process: &mut Child) -> Receiver<String> {
+fn lines_of(process: &mut Child) -> std::io::Result<Receiver<String>> {
     let (sender, receiver) = channel();
     if let Some(out) = process.stdout.take() {
-        std::thread::spawn(move || {
+        std::thread::Builder::new().spawn(move || {
             for line in BufReader::new(out).lines().map_while(Result::ok) {
                 if sender.send(line).is_err() {
                     break;
                 }
             }
-        });
+        })?;
     }
-    receiver
+    Ok(receiver)
 }
 
 /// Ends `process`, at once if `kill`, and says how it ended; `None` when it can't even be killed, since it waits in the kernel.
