@@ -27,6 +27,7 @@ fn main() -> ExitCode {
             a_misspelled_directive_fails_the_check_of_its_gateway,
         },
         manifests::{
+            objects_of_argo_rollouts_made_of_a_plan_pass_the_same_check,
             manifests_pass_and_every_misspelled_field_is_caught,
             rendered_manifests_are_those_of_the_overlays,
             pods_end_after_their_drain_and_run_without_privileges,

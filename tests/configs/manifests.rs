@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
 
 use anyhow::{Context, ensure};
 use outrider_server::config::{ENVIRONMENT_PREFIX, KEYS};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use xtask::python::Python;
 
 use crate::repository;
@@ -17,6 +18,38 @@ const OVERLAYS: [&str; 5] = ["cpu", "cuda", "canary", "image-volume", "argo-roll
 
 pub fn manifests_pass_and_every_misspelled_field_is_caught() -> anyhow::Result<()> {
     run_python("tests/python/check_manifests.py", &["--typos"])
+}
+
+pub fn objects_of_argo_rollouts_made_of_a_plan_pass_the_same_check() -> anyhow::Result<()> {
+    let plan = fs::read_to_string(repository("configs/rollout/plan.yaml"))?;
+    let mut plan: Value = serde_yaml::from_str(&plan)?;
+    plan["gateway"] = json!({ "kubernetes": {
+        "address": "http://llm.example.com",
+        "namespace": "outrider",
+        "route": "outrider",
+    }});
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("plan.yaml");
+    // JSON is YAML.
+    fs::write(&file, plan.to_string())?;
+    let made = Command::new(outrider_tests::fixtures::xtask_binary()?)
+        .args(["rollout", "argo-rollouts"])
+        .arg(&file)
+        .output()?;
+    ensure!(
+        made.status.success(),
+        "{}",
+        String::from_utf8_lossy(&made.stderr)
+    );
+    let objects = directory.path().join("objects.yaml");
+    fs::write(&objects, made.stdout)?;
+    check(
+        Python::find(&outrider_tests::fixtures::workspace()?)?
+            .command()
+            .arg(repository("tests/python/check_manifests.py"))
+            .arg(objects)
+            .arg("--typos"),
+    )
 }
 
 pub fn rendered_manifests_are_those_of_the_overlays() -> anyhow::Result<()> {
@@ -208,12 +241,17 @@ fn rendered() -> impl Iterator<Item = PathBuf> {
 }
 
 fn run_python(script: &str, arguments: &[&str]) -> anyhow::Result<()> {
-    let output = Python::find(&outrider_tests::fixtures::workspace()?)?
-        .command()
-        .arg(repository(script))
-        .args(rendered())
-        .args(arguments)
-        .output()?;
+    check(
+        Python::find(&outrider_tests::fixtures::workspace()?)?
+            .command()
+            .arg(repository(script))
+            .args(rendered())
+            .args(arguments),
+    )
+}
+
+fn check(command: &mut Command) -> anyhow::Result<()> {
+    let output = command.output()?;
     ensure!(
         output.status.success(),
         "{}{}",

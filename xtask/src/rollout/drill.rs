@@ -37,7 +37,8 @@ use crate::{build, prompts, reference};
 const PROMPTS: usize = 8;
 /// Percent that a rollout begins with in a short drill, and in a whole one.
 const STEPS: [&[u8]; 2] = [&[20, 50, 100], &[5, 25, 50, 100]];
-const BAKE_S: [u64; 2] = [8, 40];
+/// Least and most bake time: what lies between depends on how fast the machine is now.
+const BAKE_S: [u64; 2] = [6, 120];
 /// Requests of each version that a look needs.
 const MIN_SAMPLES: u64 = 5;
 /// Most time of one rollout.
@@ -129,7 +130,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let prompts = prompts::read(&workspace, "code")?;
     let chats = prompts.into_iter().filter(|prompt| prompt.api == Api::Chat);
     let chats: Vec<_> = chats.take(PROMPTS).collect();
+    let began = Instant::now();
     let questions = Question::learn(&chats, world.stable.listen)?;
+    let bake_s = bake_s(began.elapsed().as_secs_f64() / PROMPTS as f64, args.short);
+    eprintln!("drill: bake time {bake_s} s");
     let mut runs = Vec::new();
     let versions: Vec<_> = Version::ALL
         .into_iter()
@@ -139,7 +143,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .collect();
     for version in versions {
         eprintln!("drill: {}", version.name());
-        runs.push(roll_out(&world, version, args.short, &questions)?);
+        runs.push(roll_out(&world, version, args.short, bake_s, &questions)?);
     }
     print!("{}", table(&runs));
     for run in runs
@@ -178,17 +182,27 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// Time in which the canary gets twice the requests that a look needs, at the first share, where one answer takes so long.
+fn bake_s(seconds_each: f64, short: bool) -> u64 {
+    let share = f64::from(STEPS[usize::from(!short)][0]) / 100.0;
+    // Streams share the processor, so that they are together hardly faster than one.
+    let seconds = 2.0 * MIN_SAMPLES as f64 * seconds_each / share;
+    let [least, most] = BAKE_S;
+    (seconds.ceil() as u64).clamp(least, most)
+}
+
 fn roll_out(
     world: &World,
     version: Version,
     short: bool,
+    bake_s: u64,
     questions: &[Question],
 ) -> anyhow::Result<Run> {
     world.reset()?;
     let form = usize::from(!short);
     let mut fault = Fault::prepare(world, version)?;
     let id = version.name().replace([' ', ','], "-");
-    let mut plan = world.plan(&id, &fault.digest, BAKE_S[form], STEPS[form], MIN_SAMPLES);
+    let mut plan = world.plan(&id, &fault.digest, bake_s, STEPS[form], MIN_SAMPLES);
     if version == Version::UselessDraft {
         // It would stop there already, since no accepted token is no proof that drafting is lossless.
         plan["verify"] = Value::Null;
