@@ -10,6 +10,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, raise};
+
 /// Between two looks whether a child has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -18,9 +20,6 @@ const OUTPUT_LIMIT_BYTES: u64 = 4 << 20;
 
 /// Most bytes of its complaints that an error repeats.
 const COMPLAINT_BYTES: usize = 600;
-
-/// Exit code of a child whose parent is gone; nobody reads it.
-const EXIT_ALONE: i32 = 2;
 
 /// Why a child said nothing of use.
 #[derive(Debug, thiserror::Error)]
@@ -142,11 +141,18 @@ pub fn end_with_parent() {
         .metadata()
         .is_ok_and(|metadata| metadata.file_type().is_fifo());
     if is_pipe {
+        let (begun, has_begun) = mpsc::channel();
         // Without a thread it ends as it would have: by itself, or at the limit of who waits for it.
-        let _ = thread::Builder::new().spawn(move || {
+        let thread = thread::Builder::new().spawn(move || {
+            let _ = begun.send(());
             let _ = io::copy(&mut &input, &mut io::sink());
-            std::process::exit(EXIT_ALONE);
+            // An orderly exit would wait for the loader, and it may be the loader that hangs.
+            let _ = raise(Signal::SIGKILL);
         });
+        // A thread that begins needs the loader as well.
+        if thread.is_ok() {
+            let _ = has_begun.recv();
+        }
     }
 }
 
