@@ -8,6 +8,9 @@ use outrider_verify::wire::Api;
 use serde_json::{Value, json};
 use xtask::server_process::ServerCommand;
 
+/// An answer that takes far longer than the times below.
+const LONG_TOKENS: usize = 450;
+
 fn command() -> anyhow::Result<ServerCommand> {
     Ok(servers::command(Precision::Int8)?
         .set("serving.runtime.context_tokens", 512)
@@ -21,9 +24,9 @@ pub fn waits_and_answers_that_take_too_long_end_with_their_code(_: &Servers) -> 
         server.client().post(Api::Completions.path(), &body)
     };
 
-    let server = Server::start(&command()?.set("serving.runtime.queue_timeout_ms", 1))?;
+    let server = Server::start(&command()?.set("serving.runtime.queue_timeout_ms", 500))?;
     let mut waited = None;
-    let long = streamed(&server, Api::Completions, &fields(200), |event| {
+    let long = streamed(&server, Api::Completions, &fields(LONG_TOKENS), |event| {
         if event == 1 {
             waited = Some(post(&server, 1));
         }
@@ -31,10 +34,10 @@ pub fn waits_and_answers_that_take_too_long_end_with_their_code(_: &Servers) -> 
     let waited = waited.context("the stream had no event")??;
     assert_eq!(waited.status, 503, "{}", waited.text());
     assert!(waited.text().contains("queue_timeout"), "{}", waited.text());
-    assert_eq!(long.0.token_ids.len(), 200);
+    assert_eq!(long.0.token_ids.len(), LONG_TOKENS);
 
     let server = Server::start(&command()?.set("serving.runtime.request_deadline_ms", 1))?;
-    let late = post(&server, 200)?;
+    let late = post(&server, LONG_TOKENS)?;
     assert_eq!(late.status, 504, "{}", late.text());
     assert!(late.text().contains("deadline_exceeded"), "{}", late.text());
     Ok(())
