@@ -254,8 +254,7 @@ impl ServerProcess {
 
     /// What sends signals to the server, from any thread.
     pub fn signaller(&self) -> Signaller {
-        // The kernel's process ids are positive 32-bit numbers.
-        Signaller(Pid::from_raw(self.child.id().cast_signed()))
+        Signaller::of(&self.child)
     }
 
     /// Asks the server to stop and waits until it has.
@@ -291,6 +290,12 @@ impl ServerProcess {
 pub struct Signaller(Pid);
 
 impl Signaller {
+    /// For a child process.
+    pub(crate) fn of(child: &Child) -> Self {
+        // The kernel's process ids are positive 32-bit numbers.
+        Self(Pid::from_raw(child.id().cast_signed()))
+    }
+
     /// Sends `signal`.
     pub fn send(self, signal: Signal) -> anyhow::Result<()> {
         kill(self.0, signal).context("cannot signal the server")

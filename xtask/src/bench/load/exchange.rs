@@ -2,7 +2,7 @@
 //!
 //! The client shares the machine with the server it measures, so an event of a stream is searched for a few bytes and never read as JSON.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use outrider_verify::client::{Client, ClientError, Response, Streamed};
 use serde::Deserialize;
@@ -57,15 +57,21 @@ struct Error {
     code: String,
 }
 
-/// Sends a request and reads its answer to the end.
-pub fn send(client: &Client, model: &str, planned: &Planned, drafting: bool) -> Outcome {
+/// Sends a request and reads its answer to the end; times are those of `clock`.
+pub fn send(
+    client: &Client,
+    model: &str,
+    planned: &Planned,
+    drafting: bool,
+    clock: &dyn Fn() -> Duration,
+) -> Outcome {
     let mut body = planned.fields.clone();
     body["model"] = model.into();
     if !drafting {
         body["speculative"] = json!({ "enabled": false });
     }
     let outcome = if planned.streamed {
-        streamed(client, planned, body)
+        streamed(client, planned, body, clock)
     } else {
         whole(client, planned, &body)
     };
@@ -86,10 +92,15 @@ fn whole(client: &Client, planned: &Planned, body: &Value) -> Result<Outcome, Cl
     })
 }
 
-fn streamed(client: &Client, planned: &Planned, mut body: Value) -> Result<Outcome, ClientError> {
+fn streamed(
+    client: &Client,
+    planned: &Planned,
+    mut body: Value,
+    clock: &dyn Fn() -> Duration,
+) -> Result<Outcome, ClientError> {
     body["stream"] = true.into();
     body["return_token_ids"] = true.into();
-    let began = Instant::now();
+    let began = clock();
     let events = match client.stream(planned.api.path(), &body)? {
         Streamed::Events(events) => events,
         Streamed::Whole(response) => return Ok(refused(&response)),
@@ -108,7 +119,7 @@ fn streamed(client: &Client, planned: &Planned, mut body: Value) -> Result<Outco
         if tokens == 0 {
             continue;
         }
-        let now = Instant::now();
+        let now = clock();
         match answered.first_token {
             None => answered.first_token = Some(now - began),
             Some(_) => answered.gaps.push(now - last),

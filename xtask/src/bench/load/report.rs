@@ -15,7 +15,7 @@ use crate::machine::Machine;
 use crate::session::Session;
 
 /// Version of the JSON form.
-const SCHEMA_VERSION: u32 = 1;
+const SCHEMA_VERSION: u32 = 2;
 /// Least throughput with drafting on, of that with drafting off.
 const LEAST_RATIO: f64 = 0.97;
 /// More clients must not bring fewer tokens a second: from the first to the second of these.
@@ -40,7 +40,7 @@ pub struct Report {
     pub lossless_class: String,
     /// Build of the server: `release` or `dev`.
     pub profile: &'static str,
-    /// How long each number of clients sent requests on the side that came first.
+    /// How long each number of clients sent requests to each server.
     pub seconds: u64,
     /// Which requests were drawn.
     pub seed: u64,
@@ -76,8 +76,8 @@ pub struct Side {
     pub errors: BTreeMap<String, u64>,
     /// Tokens of all answers.
     pub tokens: u64,
-    /// From the first request to the last answer, over the rounds.
-    pub wall_seconds: f64,
+    /// What the server ran from the first request to the last answer, over the rounds.
+    pub running_seconds: f64,
     /// Tokens a second.
     pub tokens_per_second: f64,
     /// From request to first token.
@@ -122,7 +122,7 @@ impl Side {
             no_room: tally.no_room,
             errors: tally.errors.clone(),
             tokens: tally.tokens,
-            wall_seconds: tally.wall_seconds,
+            running_seconds: tally.running_seconds,
             tokens_per_second: tally.tokens_per_second(),
             first_token_ms: Quantiles::of(&tally.first_token_us),
             inter_token_ms: Quantiles::of(&tally.gap_us),
@@ -242,7 +242,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}, {} build, {} s for each number of clients, seed {}",
+            "{}, {} build, {} s for each number of clients and server, seed {}",
             self.bundle, self.profile, self.seconds, self.seed
         )?;
         writeln!(
@@ -287,7 +287,7 @@ impl fmt::Display for Report {
         }
         write!(
             f,
-            "\nlatencies are p50 / p99 of streams, on/off is the median of {} rounds",
+            "\ntwo servers in turn; latencies are p50 / p99 of streams, on/off is the median of {} rounds",
             self.rounds
         )?;
         for failed in self.failed_checks() {
@@ -303,14 +303,14 @@ mod tests {
     use crate::bench::load::exchange::Answered;
     use std::time::Duration;
 
-    fn side(tokens: u64, wall_seconds: f64, errors: &[&str]) -> Side {
+    fn side(tokens: u64, running_seconds: f64, errors: &[&str]) -> Side {
         let mut tally = Tally::new();
         tally.answered(&Answered {
             tokens,
             first_token: Some(Duration::from_millis(250)),
             gaps: vec![Duration::from_millis(20), Duration::from_millis(40)],
         });
-        (tally.requests, tally.wall_seconds) = (3, wall_seconds);
+        (tally.requests, tally.running_seconds) = (3, running_seconds);
         errors
             .iter()
             .for_each(|code| tally.failed((*code).to_owned()));

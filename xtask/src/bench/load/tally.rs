@@ -25,8 +25,8 @@ pub struct Tally {
     pub errors: BTreeMap<String, u64>,
     /// Tokens of all answers.
     pub tokens: u64,
-    /// From the first request sent to the last answer.
-    pub wall_seconds: f64,
+    /// From the first request sent to the last answer, on the server's clock.
+    pub running_seconds: f64,
     /// From request to first token, of streams.
     pub first_token_us: Histogram<u64>,
     /// Between one event with tokens and the next, of streams.
@@ -42,7 +42,7 @@ impl Tally {
             no_room: 0,
             errors: BTreeMap::new(),
             tokens: 0,
-            wall_seconds: 0.0,
+            running_seconds: 0.0,
             first_token_us: histogram(),
             gap_us: histogram(),
         }
@@ -50,7 +50,7 @@ impl Tally {
 
     /// Throughput of the round.
     pub fn tokens_per_second(&self) -> f64 {
-        self.tokens as f64 / self.wall_seconds
+        self.tokens as f64 / self.running_seconds
     }
 
     /// Counts an answer.
@@ -77,7 +77,7 @@ impl Tally {
             *self.errors.entry(code.clone()).or_default() += count;
         }
         self.tokens += other.tokens;
-        self.wall_seconds += other.wall_seconds;
+        self.running_seconds += other.running_seconds;
         self.first_token_us += &other.first_token_us;
         self.gap_us += &other.gap_us;
     }
