@@ -1,6 +1,6 @@
 //! What an Outrider model on disk is.
 //!
-//! This crate owns the bundle manifest, its digests, the fetch locks and the facts that are read from ONNX files.
+//! This crate owns the bundle manifest, its digests, the fetch locks, the facts that are read from ONNX files, and when a transfer of its files is tried again.
 //! It links neither ONNX Runtime nor an HTTP stack, so every tool of the workspace can use it.
 
 pub mod contract;
@@ -12,6 +12,7 @@ pub mod lock;
 pub mod manifest;
 pub mod onnx;
 pub mod paths;
+pub mod retry;
 pub mod verified;
 pub mod verify;
 mod wire;

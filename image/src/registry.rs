@@ -11,32 +11,13 @@ mod push;
 mod reference;
 mod referrers;
 
-use std::time::Duration;
-
 pub use client::Client;
 pub use credentials::{Credentials, DockerConfig};
+pub use outrider_bundle::retry::Retry;
 pub use pull::pull;
 pub use push::{Outcome, PushOptions, Pushed, push};
 pub use reference::Reference;
 pub use referrers::{pull_referrers, push_referrers};
-
-/// How often something is tried.
-#[derive(Clone, Copy, Debug)]
-pub struct Retry {
-    /// Attempts in a row that bring nothing forward before it is given up.
-    pub attempts: u32,
-    /// Wait before the second attempt; it doubles with every further one.
-    pub first_wait: Duration,
-}
-
-impl Default for Retry {
-    fn default() -> Self {
-        Self {
-            attempts: 5,
-            first_wait: Duration::from_secs(1),
-        }
-    }
-}
 
 /// Why something can't be pushed or pulled.
 #[derive(Debug, thiserror::Error)]

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use oci_spec::image::MediaType;
 use serde::Deserialize;
 use ureq::http::{Request, Response};
 use ureq::{Agent, Body, SendBody};
 
 use super::{Credentials, Reference, RegistryError, Retry};
+use crate::Error;
 
 /// Longest silence before a connection counts as broken.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -146,6 +148,45 @@ impl Client {
         }
     }
 
+    /// Gets a document of which at most `limit_bytes` are read.
+    pub(super) fn get(
+        &self,
+        what: &str,
+        url: &str,
+        accept: Option<&MediaType>,
+        allowed: &[u16],
+        limit_bytes: u64,
+    ) -> Result<Response<Vec<u8>>, Error> {
+        let accept = accept.map(MediaType::to_string);
+        let headers: Vec<(&str, &str)> = accept.iter().map(|it| ("accept", it.as_str())).collect();
+        let (parts, mut body) = self
+            .send(what, ("GET", url), &headers, None, allowed)?
+            .into_parts();
+        let mut bytes = Vec::new();
+        body.as_reader()
+            .take(limit_bytes)
+            .read_to_end(&mut bytes)
+            .map_err(|source| Error::read(url, source))?;
+        Ok(Response::from_parts(parts, bytes))
+    }
+
+    /// Puts a document where it is to be.
+    pub(super) fn put(
+        &self,
+        what: &str,
+        url: &str,
+        media_type: &MediaType,
+        bytes: &[u8],
+    ) -> Result<Response<Body>, RegistryError> {
+        let body = || {
+            let reader = io::Cursor::new(bytes.to_vec());
+            Ok((Box::new(reader) as Box<dyn Read>, bytes.len() as u64))
+        };
+        let media_type = media_type.to_string();
+        let headers = [("content-type", media_type.as_str())];
+        self.send(what, ("PUT", url), &headers, Some(&body), &[201])
+    }
+
     /// The value of `Location`, as an absolute address.
     pub(super) fn location(
         &self,
@@ -236,7 +277,7 @@ impl Client {
 }
 
 /// A header as text.
-pub(super) fn header(response: &Response<Body>, name: &str) -> Option<String> {
+pub(super) fn header<T>(response: &Response<T>, name: &str) -> Option<String> {
     let value = response.headers().get(name)?.to_str().ok()?;
     Some(value.to_owned())
 }

@@ -7,6 +7,7 @@ use std::thread;
 use oci_spec::image::{Descriptor, ImageManifest, MediaType};
 use outrider_bundle::digest::{Hasher, sha256_hex};
 use outrider_bundle::manifest::FileEntry;
+use outrider_bundle::retry::Attempts;
 
 use super::RegistryError;
 use super::client::Client;
@@ -27,21 +28,9 @@ pub fn pull(client: &Client, output: &Path) -> Result<Layout, Error> {
         })?;
     let what = format!("manifest {name}");
     let url = client.url(&format!("manifests/{name}"));
-    let media_type = MediaType::ImageManifest.to_string();
-    let mut response = client.send(
-        &what,
-        ("GET", &url),
-        &[("accept", &media_type)],
-        None,
-        &[200],
-    )?;
-    let mut bytes = Vec::new();
-    response
-        .body_mut()
-        .as_reader()
-        .take(MAX_JSON_BYTES)
-        .read_to_end(&mut bytes)
-        .map_err(|source| Error::read(&url, source))?;
+    let accept = Some(&MediaType::ImageManifest);
+    let response = client.get(&what, &url, accept, &[200], MAX_JSON_BYTES)?;
+    let bytes = response.into_body();
     let found = FileEntry {
         size_bytes: bytes.len() as u64,
         sha256: sha256_hex(&bytes),
@@ -79,23 +68,17 @@ pub(super) fn pull_blob(
 ) -> Result<(), Error> {
     let mut file = layout.new_blob()?;
     let mut hasher = Hasher::default();
-    let mut failed = 0;
+    let mut attempts = Attempts::new(client.retry, 0);
     loop {
-        let before_bytes = hasher.size_bytes();
         let error = match attempt(client, blob, &mut file, &mut hasher) {
             Ok(()) => break,
             Err(Error::Registry(error)) if error.is_passing() => error,
             Err(error) => return Err(error),
         };
-        failed = if hasher.size_bytes() > before_bytes {
-            1
-        } else {
-            failed + 1
-        };
-        if failed >= client.retry.attempts {
-            return Err(error.into());
+        match attempts.fail(hasher.size_bytes()) {
+            Some(wait) => thread::sleep(wait),
+            None => return Err(error.into()),
         }
-        thread::sleep(client.retry.first_wait * 2_u32.pow(failed - 1));
     }
     check(blob, &entry(hasher))?;
     layout.keep(file, blob)

@@ -8,6 +8,7 @@ use std::thread;
 
 use oci_spec::image::Descriptor;
 use outrider_bundle::digest::{sha256_hex, write_atomic};
+use outrider_bundle::retry::Attempts;
 
 use super::RegistryError;
 use super::client::{Client, header};
@@ -123,37 +124,15 @@ pub(super) fn put_manifest(
     name: &str,
 ) -> Result<bool, Error> {
     let bytes = layout.bytes(manifest)?;
-    let media_type = manifest.media_type().to_string();
+    let media_type = manifest.media_type();
     let what = format!("manifest {}", manifest.digest());
     let url = client.url(&format!("manifests/{name}"));
-    let body = || {
-        Ok((
-            Box::new(io::Cursor::new(bytes.clone())) as Box<dyn Read>,
-            bytes.len() as u64,
-        ))
-    };
-    let answer = client.send(
-        &what,
-        ("PUT", &url),
-        &[("content-type", &media_type)],
-        Some(&body),
-        &[201],
-    )?;
+    let answer = client.put(&what, &url, media_type, &bytes)?;
     let is_listed = header(&answer, "oci-subject").is_some();
-    let mut response = client.send(
-        &what,
-        ("GET", &url),
-        &[("accept", &media_type)],
-        None,
-        &[200],
-    )?;
-    let mut read = Vec::new();
-    response
-        .body_mut()
-        .as_reader()
-        .take(bytes.len() as u64 + 1)
-        .read_to_end(&mut read)
-        .map_err(|source| Error::read(&url, source))?;
+    let limit_bytes = bytes.len() as u64 + 1;
+    let read = client
+        .get(&what, &url, Some(media_type), &[200], limit_bytes)?
+        .into_body();
     if read != bytes {
         return Err(Error::Digest {
             what: format!("{what}, read back from {url},"),
@@ -189,12 +168,11 @@ impl Blob<'_> {
     ) -> Result<Outcome, Error> {
         let total_bytes = self.descriptor.size();
         let what = self.what.clone();
-        let mut failed = 0;
+        let mut attempts = Attempts::new(self.client.retry, 0);
         let mut reached_bytes = 0;
         let outcome = loop {
-            let mut reached = reached_bytes;
             let attempt = self.attempt(sessions, &mut |bytes| {
-                reached = reached.max(bytes);
+                reached_bytes = reached_bytes.max(bytes);
                 progress(&what, bytes, total_bytes);
             });
             let error = match attempt {
@@ -205,16 +183,10 @@ impl Blob<'_> {
                     return Err(error);
                 }
             };
-            failed = if reached > reached_bytes {
-                1
-            } else {
-                failed + 1
-            };
-            reached_bytes = reached;
-            if failed >= self.client.retry.attempts {
-                return Err(error.into());
+            match attempts.fail(reached_bytes) {
+                Some(wait) => thread::sleep(wait),
+                None => return Err(error.into()),
             }
-            thread::sleep(self.client.retry.first_wait * 2_u32.pow(failed - 1));
         };
         progress(&what, total_bytes, total_bytes);
         sessions.remove(&self.key)?;

@@ -3,11 +3,10 @@
 //! A registry that doesn't list what refers to an image gets the list that the specification has for it: an index under the tag `sha256-…`.
 //! Two writers of that index may lose an entry of each other, so it is read again until the entry is there.
 
-use std::io::{self, Read};
-
 use oci_spec::image::{Descriptor, ImageIndex, ImageManifest, MediaType};
 use outrider_bundle::digest::sha256_hex;
 use outrider_bundle::manifest::FileEntry;
+use ureq::http::Response;
 
 use super::RegistryError;
 use super::client::{Client, header};
@@ -80,21 +79,11 @@ pub fn pull_referrers(client: &Client, layout: &Layout, image: &Image) -> Result
 fn listed(client: &Client, image: &Image) -> Result<Vec<Descriptor>, Error> {
     let what = format!("what refers to {}", image.descriptor.digest());
     let mut url = client.url(&format!("referrers/{}", image.descriptor.digest()));
-    let accept = MediaType::ImageIndex.to_string();
     let mut all = Vec::new();
     loop {
-        let mut response = client.send(
-            &what,
-            ("GET", &url),
-            &[("accept", &accept)],
-            None,
-            &[200, 404],
-        )?;
-        if response.status() == 404 {
+        let Some((response, index)) = get_index(client, &what, &url)? else {
             return Ok(by_tag(client, image)?.manifests().clone());
-        }
-        let bytes = read(&mut response, &url, MAX_JSON_BYTES)?;
-        let index: ImageIndex = parse(&bytes, || what.clone())?;
+        };
         all.extend(index.manifests().iter().cloned());
         // `<address>; rel="next"`
         let next = header(&response, "link")
@@ -117,22 +106,30 @@ fn tag_url(client: &Client, image: &Image) -> Result<String, Error> {
 
 fn by_tag(client: &Client, image: &Image) -> Result<ImageIndex, Error> {
     let what = format!("the index of {}", image.descriptor.digest());
-    let url = tag_url(client, image)?;
-    let accept = MediaType::ImageIndex.to_string();
-    let mut response = client.send(
-        &what,
-        ("GET", &url),
-        &[("accept", &accept)],
-        None,
-        &[200, 404],
-    )?;
+    let found = get_index(client, &what, &tag_url(client, image)?)?;
+    Ok(found.map_or_else(
+        || {
+            let mut index = ImageIndex::default();
+            index.set_media_type(Some(MediaType::ImageIndex));
+            index
+        },
+        |(_, index)| index,
+    ))
+}
+
+/// An index with the answer it came in; `None` where there is none.
+fn get_index(
+    client: &Client,
+    what: &str,
+    url: &str,
+) -> Result<Option<(Response<Vec<u8>>, ImageIndex)>, Error> {
+    let accept = Some(&MediaType::ImageIndex);
+    let response = client.get(what, url, accept, &[200, 404], MAX_JSON_BYTES)?;
     if response.status() == 404 {
-        let mut index = ImageIndex::default();
-        index.set_media_type(Some(MediaType::ImageIndex));
-        return Ok(index);
+        return Ok(None);
     }
-    let bytes = read(&mut response, &url, MAX_JSON_BYTES)?;
-    parse(&bytes, || what.clone())
+    let index = parse(response.body(), || what.to_owned())?;
+    Ok(Some((response, index)))
 }
 
 /// Adds a manifest to the index under the tag, until a reader finds it there.
@@ -155,20 +152,8 @@ fn list_by_tag(
         manifests.push(listed.clone());
         index.set_manifests(manifests);
         let bytes = canonical_json(&index);
-        let body = || {
-            Ok((
-                Box::new(io::Cursor::new(bytes.clone())) as Box<dyn Read>,
-                bytes.len() as u64,
-            ))
-        };
-        let media_type = MediaType::ImageIndex.to_string();
-        client.send(
-            &what,
-            ("PUT", &tag_url(client, image)?),
-            &[("content-type", &media_type)],
-            Some(&body),
-            &[201],
-        )?;
+        let url = tag_url(client, image)?;
+        client.put(&what, &url, &MediaType::ImageIndex, &bytes)?;
     }
     let problem = format!("does not keep {} in it", listed.digest());
     Err(RegistryError::Answer { what, problem }.into())
@@ -185,29 +170,10 @@ fn get(client: &Client, wanted: &Descriptor, kind: &str) -> Result<Vec<u8>, Erro
         return Err(Error::entry(what, problem));
     }
     let url = client.url(&format!("{kind}/{}", wanted.digest()));
-    let accept = MediaType::ImageManifest.to_string();
-    let headers: &[(&str, &str)] = match kind {
-        "manifests" => &[("accept", &accept)],
-        _ => &[],
-    };
-    let mut response = client.send(&what, ("GET", &url), headers, None, &[200])?;
-    let bytes = read(&mut response, &url, wanted.size() + 1)?;
+    let accept = (kind == "manifests").then_some(&MediaType::ImageManifest);
+    let response = client.get(&what, &url, accept, &[200], wanted.size() + 1)?;
+    let bytes = response.into_body();
     check(wanted, &entry_of(&bytes))?;
-    Ok(bytes)
-}
-
-fn read(
-    response: &mut ureq::http::Response<ureq::Body>,
-    url: &str,
-    limit_bytes: u64,
-) -> Result<Vec<u8>, Error> {
-    let mut bytes = Vec::new();
-    response
-        .body_mut()
-        .as_reader()
-        .take(limit_bytes)
-        .read_to_end(&mut bytes)
-        .map_err(|source| Error::read(url, source))?;
     Ok(bytes)
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use outrider_bundle::lock::LockedFile;
+use outrider_bundle::retry::{Attempts, Retry};
 use ureq::http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG,
     HeaderName, IF_RANGE, RANGE, RETRY_AFTER,
@@ -23,24 +24,6 @@ const SILENCE: Duration = Duration::from_secs(60);
 
 /// Longest wait before an attempt, whatever a server asks for.
 const MAX_WAIT: Duration = Duration::from_secs(60);
-
-/// How often a download is tried.
-#[derive(Clone, Copy, Debug)]
-pub struct Retry {
-    /// Attempts in a row that bring no new byte before it is given up.
-    pub attempts: u32,
-    /// Wait before the second attempt; it doubles with every further one.
-    pub first_wait: Duration,
-}
-
-impl Default for Retry {
-    fn default() -> Self {
-        Self {
-            attempts: 5,
-            first_wait: Duration::from_secs(1),
-        }
-    }
-}
 
 /// Why an attempt ended without the file.
 enum Failure {
@@ -86,7 +69,7 @@ pub fn download(
             file.size_bytes
         ));
     }
-    let (mut failures, mut best_bytes) = (0, incoming.received_bytes());
+    let mut attempts = Attempts::new(retry, incoming.received_bytes());
     loop {
         let failure = match client.attempt(&mut incoming) {
             Ok(()) => match incoming.commit() {
@@ -94,7 +77,7 @@ pub fn download(
                     progress.line(&format!("{error:#}; starting over"));
                     is_stitched = false;
                     incoming = Incoming::resume(dir, file)?;
-                    (failures, best_bytes) = (0, 0);
+                    attempts = Attempts::new(retry, 0);
                     continue;
                 }
                 result => return result.with_context(|| format!("{url} is not the locked file")),
@@ -105,12 +88,7 @@ pub fn download(
             Failure::Lasting(error) => return Err(error),
             Failure::Passing(error, asked_wait) => (error, asked_wait),
         };
-        if incoming.received_bytes() > best_bytes {
-            best_bytes = incoming.received_bytes();
-            failures = 0;
-        }
-        failures += 1;
-        if failures >= retry.attempts {
+        let Some(wait) = attempts.fail(incoming.received_bytes()) else {
             let kept = match incoming.received_bytes() {
                 0 => String::new(),
                 received => format!(
@@ -119,13 +97,12 @@ pub fn download(
                 ),
             };
             return Err(error).with_context(|| {
-                format!("{}: gave up after {failures} attempts{kept}", file.name)
+                let failed = attempts.failed();
+                format!("{}: gave up after {failed} attempts{kept}", file.name)
             });
-        }
+        };
         is_stitched |= incoming.received_bytes() > 0;
-        let wait = asked_wait
-            .unwrap_or(retry.first_wait * 2u32.saturating_pow(failures - 1))
-            .min(MAX_WAIT);
+        let wait = asked_wait.unwrap_or(wait).min(MAX_WAIT);
         progress.line(&format!(
             "{}: {error:#}; trying again in {:.1} s",
             file.name,

@@ -19,8 +19,8 @@ use outrider_bundle::digest::hash_stream;
 use outrider_bundle::lock::{Item, Lock, LockedFile, Source};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
-pub use download::Retry;
 use incoming::Incoming;
+pub use outrider_bundle::retry::Retry;
 pub use progress::{Bar, Progress};
 pub use wheel::Pip;
 
