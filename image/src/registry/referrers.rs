@@ -6,7 +6,6 @@
 use oci_spec::image::{Descriptor, ImageIndex, ImageManifest, MediaType};
 use outrider_bundle::digest::sha256_hex;
 use outrider_bundle::manifest::FileEntry;
-use ureq::http::Response;
 
 use super::RegistryError;
 use super::client::{Client, header};
@@ -81,13 +80,13 @@ fn listed(client: &Client, image: &Image) -> Result<Vec<Descriptor>, Error> {
     let mut url = client.url(&format!("referrers/{}", image.descriptor.digest()));
     let mut all = Vec::new();
     loop {
-        let Some((response, index)) = get_index(client, &what, &url)? else {
+        let Some((index, link)) = get_index(client, &what, &url)? else {
             return Ok(by_tag(client, image)?.manifests().clone());
         };
         all.extend(index.manifests().iter().cloned());
         // `<address>; rel="next"`
-        let next = header(&response, "link")
-            .and_then(|link| Some(link.strip_prefix('<')?.split_once('>')?.0.to_owned()));
+        let next =
+            link.and_then(|link| Some(link.strip_prefix('<')?.split_once('>')?.0.to_owned()));
         let Some(next) = next else { return Ok(all) };
         let next = client.absolute(&what, &next)?;
         if next == url {
@@ -113,23 +112,23 @@ fn by_tag(client: &Client, image: &Image) -> Result<ImageIndex, Error> {
             index.set_media_type(Some(MediaType::ImageIndex));
             index
         },
-        |(_, index)| index,
+        |(index, _)| index,
     ))
 }
 
-/// An index with the answer it came in; `None` where there is none.
+/// An index and the `Link` it came with; `None` where there is none.
 fn get_index(
     client: &Client,
     what: &str,
     url: &str,
-) -> Result<Option<(Response<Vec<u8>>, ImageIndex)>, Error> {
+) -> Result<Option<(ImageIndex, Option<String>)>, Error> {
     let accept = Some(&MediaType::ImageIndex);
     let response = client.get(what, url, accept, &[200, 404], MAX_JSON_BYTES)?;
     if response.status() == 404 {
         return Ok(None);
     }
     let index = parse(response.body(), || what.to_owned())?;
-    Ok(Some((response, index)))
+    Ok(Some((index, header(&response, "link"))))
 }
 
 /// Adds a manifest to the index under the tag, until a reader finds it there.
