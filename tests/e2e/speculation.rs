@@ -62,7 +62,7 @@ pub fn the_tiny_pair_loses_nothing_in_any_pair_of_settings(_: &Servers) -> anyho
 
 pub fn the_reference_pair_loses_nothing(_: &Servers) -> anyhow::Result<()> {
     let workspace = fixtures::workspace()?;
-    let runs = reference_pair::runs(&workspace, Extent::QUICK)?;
+    let runs = reference_pair::runs(Extent::QUICK)?;
     nothing_differs(runs, |key| {
         let precision = reference::PRECISIONS
             .into_iter()

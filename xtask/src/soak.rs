@@ -133,7 +133,7 @@ fn soak(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         );
     }
     eprintln!("asking every request alone");
-    let cases = cases::prepare(workspace, &session, args.seed)?;
+    let cases = cases::prepare(&session, args.seed)?;
     touch_every_slot(&session)?;
     eprintln!("{CALLERS} callers for {seconds} s");
 

@@ -1,12 +1,10 @@
 //! Requests as callers mix them: short and long prompts, conversations and texts, greedy and sampled, streamed and whole.
 
-use anyhow::Context;
 use outrider_verify::wire::Api;
 use serde_json::{Value, json};
 
 use crate::prompts::{self, Prompt};
 use crate::random::Random;
-use crate::workspace::Workspace;
 
 /// Tokens of a slot in which the longest prompt and its answer fit.
 pub const CONTEXT_TOKENS: usize = 2048;
@@ -17,7 +15,7 @@ const SAMPLED_OF_TEN: usize = 5;
 /// Of ten requests, so many are streamed.
 const STREAMED_OF_TEN: usize = 8;
 
-/// The prompts of `tests/data/prompts`, one list for each kind.
+/// The built-in prompts, one list for each kind.
 #[derive(Debug)]
 pub struct Traffic {
     kinds: Vec<Vec<Prompt>>,
@@ -38,11 +36,9 @@ pub struct Planned {
 }
 
 impl Traffic {
-    /// Reads the prompts; requests differ with the seed.
-    pub fn read(workspace: &Workspace, seed: u64) -> anyhow::Result<Self> {
-        let kinds = prompts::KINDS.iter().map(|kind| {
-            prompts::read(workspace, kind).with_context(|| format!("prompts of kind {kind}"))
-        });
+    /// Requests that differ with the seed.
+    pub fn new(seed: u64) -> anyhow::Result<Self> {
+        let kinds = prompts::KINDS.iter().map(|kind| prompts::of_kind(kind));
         Ok(Self {
             kinds: kinds.collect::<anyhow::Result<_>>()?,
             seed,
@@ -76,8 +72,7 @@ mod tests {
 
     #[test]
     fn the_same_number_is_the_same_request_and_all_sorts_come() {
-        let workspace = Workspace::find().unwrap();
-        let traffic = Traffic::read(&workspace, 5).unwrap();
+        let traffic = Traffic::new(5).unwrap();
         let mut sorts = HashSet::new();
         for number in 0..200 {
             let planned = traffic.request(number);

@@ -121,7 +121,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     let mut cells = Vec::new();
     let mut requests = Vec::new();
     for kind in &args.kinds {
-        let prompts = prompts::read(workspace, kind)?;
+        let prompts = prompts::of_kind(kind)?;
         for &concurrency in &args.concurrency {
             cells.push(Cell::new(kind, concurrency));
             let count = concurrency.max(LEAST_REQUESTS);

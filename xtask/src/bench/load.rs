@@ -103,7 +103,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     if let Some(reason) = sessions[1].unavailable() {
         bail!("invalid: nothing is drafted: {reason}");
     }
-    let traffic = Traffic::read(workspace, args.seed)?;
+    let traffic = Traffic::new(args.seed)?;
     let side = |server: usize| {
         let options = ClientOptions {
             timeout: STUCK,

@@ -127,7 +127,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let world = World::start(&workspace, inputs)?;
     world.reset()?;
-    let prompts = prompts::read(&workspace, "code")?;
+    let prompts = prompts::of_kind("code")?;
     let chats = prompts.into_iter().filter(|prompt| prompt.api == Api::Chat);
     let chats: Vec<_> = chats.take(PROMPTS).collect();
     let began = Instant::now();

@@ -8,7 +8,6 @@ use crate::answer::{self, Answer};
 use crate::random::Random;
 use crate::session::Session;
 use crate::traffic::Traffic;
-use crate::workspace::Workspace;
 
 /// Requests without stop strings; half of them come once more with one.
 const REQUESTS: u64 = 16;
@@ -29,8 +28,8 @@ pub struct Case {
 }
 
 /// Draws the requests and asks each alone.
-pub fn prepare(workspace: &Workspace, session: &Session, seed: u64) -> anyhow::Result<Vec<Case>> {
-    let traffic = Traffic::read(workspace, seed)?;
+pub fn prepare(session: &Session, seed: u64) -> anyhow::Result<Vec<Case>> {
+    let traffic = Traffic::new(seed)?;
     let mut random = Random::new(seed);
     let mut cases = Vec::new();
     for number in 0.. {

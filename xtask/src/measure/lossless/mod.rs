@@ -96,7 +96,7 @@ pub fn measure(workspace: &Workspace, args: Args) -> anyhow::Result<()> {
             true => Extent::QUICK,
             false => Extent::FULL,
         };
-        let runs = reference_pair::runs(workspace, extent)?;
+        let runs = reference_pair::runs(extent)?;
         suite("reference", runs, &|key, dir| {
             reference_bundle(workspace, key, dir)
         })?;

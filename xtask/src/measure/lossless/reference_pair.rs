@@ -10,7 +10,6 @@ use super::cases::{
 use super::covering;
 use crate::prompts;
 use crate::reference::precision_name;
-use crate::workspace::Workspace;
 
 /// Widths of blocks; the largest is the drafter's own.
 pub const BLOCKS: [Block; 5] = cases::blocks([2, 3, 5, 8]);
@@ -88,7 +87,7 @@ fn sizes() -> Vec<usize> {
 }
 
 /// The runs over [`rows`].
-pub fn runs(workspace: &Workspace, extent: Extent) -> anyhow::Result<Vec<Run>> {
+pub fn runs(extent: Extent) -> anyhow::Result<Vec<Run>> {
     let mut rows = rows();
     if extent.quick {
         rows.retain(|row| row.precision == Precision::Int8);
@@ -100,7 +99,7 @@ pub fn runs(workspace: &Workspace, extent: Extent) -> anyhow::Result<Vec<Run>> {
     };
     let mut runs = Vec::new();
     for kind in prompts::KINDS {
-        let prompts = prompts::read(workspace, kind)?;
+        let prompts = prompts::of_kind(kind)?;
         let of_kind: Vec<&Row> = rows.iter().filter(|row| row.kind == kind).collect();
         for (place, row) in of_kind.iter().enumerate() {
             let dealt = prompts
@@ -190,8 +189,7 @@ mod tests {
             .collect();
         assert_eq!(covering::uncovered(&sizes(), &values), []);
 
-        let workspace = Workspace::find().unwrap();
-        let runs = runs(&workspace, Extent::FULL).unwrap();
+        let runs = runs(Extent::FULL).unwrap();
         let main = runs
             .iter()
             .filter(|run| run.server.drafter == Drafter::Trained && run.switch == Switch::On);
