@@ -185,7 +185,7 @@ mod tests {
         std::os::unix::fs::symlink("model.onnx", dir.path().join("link.onnx")).unwrap();
         assert_eq!(
             builder().write(dir.path()).unwrap_err().lines(),
-            ["link.onnx: is a symbolic link, a bundle holds plain files only"]
+            ["link.onnx: is a symbolic link, but must be a regular file"]
         );
     }
 }

@@ -29,8 +29,8 @@ pub enum Fault {
         /// The listed path.
         path: String,
     },
-    /// A listed or unlisted entry is neither a plain file nor a plain directory.
-    #[error("{path}: is {found}, a bundle holds plain files only")]
+    /// A listed or unlisted entry is neither a plain file nor a plain directory, or a listed one is a directory.
+    #[error("{path}: is {found}, but must be a regular file")]
     NotPlain {
         /// The entry.
         path: String,
@@ -172,7 +172,13 @@ impl Manifest {
             .keys()
             .filter(|path| !found.contains_key(*path) && !explained(path))
         {
-            faults.push(Fault::Missing { path: path.clone() });
+            // No link is followed: one on the way to this path is a fault already, which explains it.
+            let is_directory = fs::symlink_metadata(dir.join(path)).is_ok_and(|it| it.is_dir());
+            faults.push(if is_directory {
+                not_plain(path.clone(), "a directory")
+            } else {
+                Fault::Missing { path: path.clone() }
+            });
         }
         for path in found.keys().filter(|path| !self.files.contains_key(*path)) {
             faults.push(Fault::Unlisted { path: path.clone() });
@@ -280,6 +286,13 @@ fn compare_size(path: &str, entry: &FileEntry, actual_bytes: u64) -> Option<Faul
     })
 }
 
+fn not_plain(path: String, found: &str) -> Fault {
+    Fault::NotPlain {
+        path,
+        found: found.to_owned(),
+    }
+}
+
 pub(crate) fn unreadable(path: &str, error: &io::Error) -> Fault {
     Fault::Unreadable {
         path: path.to_owned(),
@@ -327,10 +340,7 @@ pub(crate) fn scan(
                 } else {
                     "a special file"
                 };
-                faults.push(Fault::NotPlain {
-                    path,
-                    found: found.to_owned(),
-                });
+                faults.push(not_plain(path, found));
             }
             Err(error) => faults.push(unreadable(&path, &error)),
         }
@@ -438,16 +448,19 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_in_the_place_of_a_file_is_a_missing_file() {
+    fn a_directory_in_the_place_of_a_file_is_said_to_be_one() {
         let dir = sample_bundle();
-        fs::remove_file(dir.path().join("tokenizer.json")).unwrap();
-        fs::create_dir(dir.path().join("tokenizer.json")).unwrap();
-        assert_eq!(
-            faults(dir.path()),
-            [Fault::Missing {
-                path: "tokenizer.json".to_owned()
-            }]
-        );
+        let path = dir.path().join("tokenizer.json");
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        let fault = "tokenizer.json: is a directory, but must be a regular file";
+        let texts = |faults: Vec<Fault>| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(texts(faults(dir.path())), [fault]);
+
+        // What is inside it is a fault of its own.
+        fs::write(path.join("inner"), "").unwrap();
+        let inner = "tokenizer.json/inner: not listed in the manifest";
+        assert_eq!(texts(faults(dir.path())), [fault, inner]);
     }
 
     #[test]
