@@ -662,13 +662,15 @@ fn show(value: &Value) -> String {
     }
 }
 
-/// Whether a file is, or would be, inside a directory, as far as links can be followed.
+/// What a path leads to, as far as links can be followed.
+fn place(path: &Path) -> PathBuf {
+    path.canonicalize()
+        .or_else(|_| std::path::absolute(path))
+        .unwrap_or_else(|_| path.to_owned())
+}
+
+/// Whether a file is, or would be, inside a directory.
 fn is_inside(file: &Path, dir: &Path) -> bool {
-    let place = |path: &Path| {
-        path.canonicalize()
-            .or_else(|_| std::path::absolute(path))
-            .unwrap_or_else(|_| path.to_owned())
-    };
     // A file that is not there yet has no links to follow; its directory may.
     let file = match (file.parent(), file.file_name()) {
         (Some(parent), Some(name)) => place(&Path::new(".").join(parent)).join(name),
@@ -717,7 +719,7 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
         .text("serving.bundle")
         .or_else(|| values.text("serving.target_model_path"));
     if let (Some(draft), Some(bundle)) = (values.text("serving.draft_model_path"), bundle)
-        && Path::new(draft) != Path::new(bundle)
+        && place(Path::new(draft)) != place(Path::new(bundle))
     {
         fault(
             "serving.draft_model_path",

@@ -230,13 +230,41 @@ fn target_model_path_is_another_name_for_bundle() {
 
 #[test]
 fn target_and_draft_may_both_be_named_when_they_are_one_bundle() {
-    for draft in ["elsewhere", "elsewhere/"] {
+    for draft in ["elsewhere", "elsewhere/", "./elsewhere"] {
         let mut case = minimal();
         case.flags = vec![
             ("serving.target_model_path", "elsewhere"),
             ("serving.draft_model_path", draft),
         ];
         assert_eq!(case.load().unwrap().bundle, PathBuf::from("elsewhere"));
+    }
+}
+
+#[test]
+fn target_and_draft_are_one_bundle_when_their_paths_lead_to_one_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = |name: &str| dir.path().join(name).display().to_string();
+    std::fs::create_dir_all(place("bundle/graph")).unwrap();
+    std::fs::create_dir(place("other")).unwrap();
+    std::os::unix::fs::symlink("bundle", place("link")).unwrap();
+    for (draft, is_same) in [
+        ("link", true),
+        ("other/../bundle", true),
+        ("link/graph/..", true),
+        ("other", false),
+        ("link/graph", false),
+        ("none", false),
+    ] {
+        let flags = [
+            ("serving.target_model_path", place("bundle")),
+            ("serving.draft_model_path", place(draft)),
+            ("serving.runtime.onnxruntime_library", "library".to_owned()),
+        ];
+        let loaded = Config::load(&Sources {
+            flags: flags.map(|(key, path)| (key.to_owned(), path)).to_vec(),
+            ..Sources::default()
+        });
+        assert_eq!(loaded.is_ok(), is_same, "{draft}: {loaded:?}");
     }
 }
 
