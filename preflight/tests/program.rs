@@ -198,6 +198,83 @@ fn warnings_count_only_where_they_are_asked_to() {
 }
 
 #[test]
+fn a_log_is_looked_for_where_the_server_would_open_it() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("logs")).unwrap();
+    std::os::unix::fs::symlink("logs/audit.jsonl", dir.path().join("good")).unwrap();
+    std::os::unix::fs::symlink("none/audit.jsonl", dir.path().join("lost")).unwrap();
+    for (path, status) in [
+        ("audit.jsonl", "pass"),
+        ("./audit.jsonl", "pass"),
+        ("logs/../audit.jsonl", "pass"),
+        ("good", "pass"),
+        ("none/audit.jsonl", "fail"),
+        ("lost", "fail"),
+        ("logs", "fail"),
+    ] {
+        let log = format!("serving.logging.path={path}");
+        let audit = format!("serving.audit.path={path}");
+        for (id, setting) in [("host.log", &log), ("host.audit", &audit)] {
+            let bundle = "serving.bundle=bundle";
+            let library = "serving.runtime.onnxruntime_library=none.so";
+            let output = preflight(
+                dir.path(),
+                &[
+                    "--set", bundle, "--set", library, "--set", setting, "--only", id, "--json",
+                ],
+            );
+            let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(report["checks"][0]["status"], status, "{path}: {report}");
+        }
+    }
+}
+
+#[test]
+fn a_password_in_a_url_is_in_no_report_and_no_facts() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(
+        dir.path().join("broken.yaml"),
+        "serving:\n  telemetry: {otlp_endpoint: \"http://user:hunter2@collector/\"\n",
+    )
+    .unwrap();
+    let key = "serving.telemetry.otlp_endpoint";
+    let set = |url: &str| vec!["--set".to_owned(), format!("{key}={url}")];
+    let complete = [
+        "serving.bundle=bundle",
+        "serving.runtime.onnxruntime_library=none.so",
+    ];
+    let complete = complete.map(|it| vec!["--set".to_owned(), it.to_owned()]);
+    for (arguments, words) in [
+        (
+            [complete.concat(), set("http://user:hunter2@collector/")].concat(),
+            "bundle.manifest",
+        ),
+        (set("http://user:hunter2@collector/"), "serving.bundle"),
+        (set("ftp://user:hunter2@collector/"), key),
+        (set("user:hunter2@collector:4318"), key),
+        (vec!["--config".into(), "broken.yaml".into()], "broken.yaml"),
+    ] {
+        for form in [&[][..], &["--json"]] {
+            let output = Command::new(env!("CARGO_BIN_EXE_outrider-preflight"))
+                .current_dir(dir.path())
+                .args(&arguments)
+                .args(form)
+                .args(["--facts-out", "facts.json"])
+                .env("https_proxy", "http://user:hunter2@proxy:3128")
+                .env("HTTPS_PROXY", "http://user:hunter2@proxy:3128")
+                .output()
+                .unwrap();
+            let shown = text_of(&output.stdout);
+            assert!(shown.contains(words), "{arguments:?}: {shown}");
+            let facts = fs::read_to_string(dir.path().join("facts.json")).unwrap();
+            for text in [shown, text_of(&output.stderr), facts] {
+                assert!(!text.contains("hunter2"), "{arguments:?}: {text}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_check_is_explained_and_what_is_none_is_wrong_usage() {
     let dir = tempfile::tempdir().unwrap();
     let explained = preflight(dir.path(), &["--explain", "memory.kv_share"]);

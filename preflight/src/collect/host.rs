@@ -631,6 +631,11 @@ mod tests {
         link("dangling", "new.log");
         link("lost", "none/new.log");
         link("loop", "loop");
+        fs::create_dir_all(place.join("dir/inner")).unwrap();
+        fs::create_dir(place.join("made")).unwrap();
+        for (name, target) in [("dir/in", "inner/new.log"), ("dir/down", "made/new.log")] {
+            std::os::unix::fs::symlink(target, place.join(name)).unwrap();
+        }
         let _socket = std::os::unix::net::UnixListener::bind(place.join("socket")).unwrap();
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
         let long = "x".repeat(300);
@@ -638,10 +643,12 @@ mod tests {
             ("file", None),
             ("new.log", None),
             ("dangling", None),
+            ("dir/in", None),
             ("dir", Some("Is a directory")),
             ("new.log/", Some("Is a directory")),
             ("none/new.log", Some("No such file or directory")),
             ("lost", Some("No such file or directory")),
+            ("dir/down", Some("No such file or directory")),
             ("loop", Some("symbolic links")),
             ("file/new.log", Some("Not a directory")),
             ("socket", Some("No such device or address")),

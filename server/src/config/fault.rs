@@ -94,15 +94,16 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A value without the user and password of a URL: faults go into logs and reports.
+/// A value without the user and password of a URL, or of one that lacks its scheme: faults go into logs and reports.
 fn without_credentials(value: &str) -> Cow<'_, str> {
-    let credentials = value
-        .find("://")
-        .map(|at| at + "://".len())
-        .and_then(|begin| Some((begin, begin + value[begin..].rfind('@')?)));
-    match credentials {
-        Some((begin, end)) => format!("{}…{}", &value[..begin], &value[end..]).into(),
-        None => value.into(),
+    let scheme = value.find("://").map(|at| at + "://".len());
+    // Without a scheme an `@` alone may be part of a name.
+    let begin = scheme.unwrap_or(usize::from(value.starts_with('"')));
+    match value[begin..].rsplit_once('@') {
+        Some((credentials, rest)) if scheme.is_some() || credentials.contains(':') => {
+            format!("{}…@{rest}", &value[..begin]).into()
+        }
+        _ => value.into(),
     }
 }
 

@@ -321,12 +321,27 @@ fn every_fault_of_every_layer_is_reported_at_once() {
 
 #[test]
 fn a_password_in_a_url_that_is_wrong_is_not_shown() {
-    let fault = fault_of("telemetry: {otlp_endpoint: \"ftp://user:secret@collector/x\"}");
-    assert!(fault.contains("ftp://…@collector/x"), "{fault}");
-    assert!(
-        !fault.contains("secret") && !fault.contains("user"),
-        "{fault}"
-    );
+    for (line, shown) in [
+        (
+            "telemetry: {otlp_endpoint: \"ftp://user:secret@collector/x\"}",
+            "is \"ftp://…@collector/x\"",
+        ),
+        (
+            "telemetry: {otlp_endpoint: \"user:secret@collector:4318\"}",
+            "is \"…@collector:4318\"",
+        ),
+        (
+            "telemetry: {otlp_endpoint: \"http://user:se@cret@\"}",
+            "is \"http://…@\"",
+        ),
+    ] {
+        let fault = fault_of(line);
+        assert!(fault.contains(shown), "{fault}");
+        assert!(
+            !fault.contains("cret") && !fault.contains("user"),
+            "{fault}"
+        );
+    }
 }
 
 #[test]
