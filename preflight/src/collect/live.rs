@@ -2,15 +2,16 @@
 //!
 //! The rows of a value are counted by the second dimension of the input that it is computed from, such as `sequence`; its columns follow from the shapes
 //! of weights.
-//! A value lives from its node to the last node that reads it.
-//! Inputs count, since they are copies that are made for one pass; caches and outputs do not, which are the caller's own memory.
+//! A value lives from its node to the last node that reads it, and its memory until the last value that it is given to has ended: ONNX Runtime plans ahead
+//! which value takes over the memory of an earlier one of its shape, and gives nothing back in between, so what one layer needs is kept for the next.
+//! Inputs count, since they are copies that are made for one pass; caches, taps and outputs do not, which are the caller's own memory.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use outrider_bundle::onnx::{DataType, Dimension, GraphProto, NodeProto};
 
 /// What a value has for each row.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Row {
     /// The dimension that counts the rows.
     dimension: String,
@@ -24,8 +25,35 @@ impl Row {
     }
 }
 
+/// Memory that values of one shape have in turn.
+struct Buffer {
+    row: Row,
+    /// The node that it is taken for.
+    first: usize,
+    /// The last node that reads a value in it.
+    last: usize,
+}
+
 /// Most bytes that are alive at once for each row, by the dimension that counts the rows.
 pub fn row_bytes(graph: &GraphProto) -> BTreeMap<String, u64> {
+    let mut most: BTreeMap<String, u64> = BTreeMap::new();
+    let mut alive: HashMap<String, (u128, BTreeMap<usize, u128>)> = HashMap::new();
+    for Buffer { row, first, last } in plan(graph) {
+        let (sum, by_last) = alive.entry(row.dimension.clone()).or_default();
+        while let Some(ended) = by_last.first_entry().filter(|it| *it.key() < first) {
+            *sum -= ended.remove();
+        }
+        let bytes = u128::from(row.bytes());
+        *sum += bytes;
+        *by_last.entry(last).or_default() += bytes;
+        let most = most.entry(row.dimension).or_default();
+        *most = (*most).max(u64::try_from(*sum).unwrap_or(u64::MAX));
+    }
+    most
+}
+
+/// The memory of every value, in the order in which it is taken; that of inputs is held from the first node to the last.
+fn plan(graph: &GraphProto) -> Vec<Buffer> {
     let outputs: HashSet<&str> = graph.output.iter().map(|it| it.name.as_str()).collect();
     let mut constants: HashMap<&str, Vec<u64>> = HashMap::new();
     let mut constant_types = HashMap::new();
@@ -44,17 +72,14 @@ pub fn row_bytes(graph: &GraphProto) -> BTreeMap<String, u64> {
         }
     }
     let mut rows: HashMap<&str, Row> = inputs(graph).collect();
-    let mut alive: BTreeMap<String, u64> = BTreeMap::new();
-    for row in rows.values() {
-        *alive.entry(row.dimension.clone()).or_default() += row.bytes();
-    }
-    let given: HashSet<&str> = rows.keys().copied().collect();
-    let mut most = alive.clone();
-    // A value of another shape is the same memory where nobody else reads the first.
-    let takes_over = |index: usize, node: &NodeProto| {
-        let first = node.input.first().map_or("", String::as_str);
-        is_alias(node) && !given.contains(first) && last_use.get(first) == Some(&index)
+    let of_input = |row: &Row| Buffer {
+        row: row.clone(),
+        first: 0,
+        last: graph.node.len(),
     };
+    let mut buffers: Vec<Buffer> = copied_inputs(graph).map(|it| of_input(&it.1)).collect();
+    let mut holders: HashMap<&str, usize> = HashMap::new();
+    let mut free: HashMap<Row, Vec<usize>> = HashMap::new();
     for (index, node) in graph.node.iter().enumerate() {
         if node.op_type == "Transpose"
             && let Some(dims) = node
@@ -65,33 +90,51 @@ pub fn row_bytes(graph: &GraphProto) -> BTreeMap<String, u64> {
             let dims = dims.iter().rev().copied().collect();
             constants.extend(node.output.first().map(|name| (name.as_str(), dims)));
         }
+        let first = node.input.first().map_or("", String::as_str);
+        // A value of another shape is the same memory where nobody else reads the first.
+        let taken_over = (is_alias(node) && last_use.get(first) == Some(&index))
+            .then(|| holders.remove(first))
+            .flatten();
         if let Some(row) = result(node, &rows, &constants, &constant_types) {
             for name in node.output.iter().filter(|name| !name.is_empty()) {
-                let is_new = !outputs.contains(name.as_str()) && !takes_over(index, node);
-                if is_new && last_use.contains_key(name.as_str()) {
-                    let sum = alive.entry(row.dimension.clone()).or_default();
-                    *sum = sum.saturating_add(row.bytes());
-                    let most = most.entry(row.dimension.clone()).or_default();
-                    *most = (*most).max(*sum);
-                }
                 rows.insert(name, row.clone());
+                if outputs.contains(name.as_str()) || !last_use.contains_key(name.as_str()) {
+                    continue;
+                }
+                let reused = || free.get_mut(&row).and_then(Vec::pop);
+                let holder = taken_over.or_else(reused).unwrap_or_else(|| {
+                    buffers.push(Buffer {
+                        row: row.clone(),
+                        first: index,
+                        last: index,
+                    });
+                    buffers.len() - 1
+                });
+                buffers[holder].last = last_use[name.as_str()];
+                holders.insert(name, holder);
             }
         }
-        let read: HashSet<&str> = node.input.iter().map(String::as_str).collect();
-        for name in read {
-            let ends = last_use[name] == index && !given.contains(name) && !takes_over(index, node);
-            if let Some(row) = rows.get(name).filter(|_| ends && !outputs.contains(name)) {
-                let sum = alive.entry(row.dimension.clone()).or_default();
-                *sum = sum.saturating_sub(row.bytes());
+        for name in &node.input {
+            if last_use[name.as_str()] == index
+                && let Some(holder) = holders.remove(name.as_str())
+            {
+                free.entry(buffers[holder].row.clone())
+                    .or_default()
+                    .push(holder);
             }
         }
     }
-    most
+    buffers
 }
 
 /// Whether a node only gives its input another shape.
 fn is_alias(node: &NodeProto) -> bool {
     matches!(node.op_type.as_str(), "Reshape" | "Squeeze" | "Unsqueeze")
+}
+
+/// Those that are copies made for a pass; taps are read where the target left them.
+fn copied_inputs(graph: &GraphProto) -> impl Iterator<Item = (&str, Row)> {
+    inputs(graph).filter(|(name, _)| *name != "taps")
 }
 
 /// Inputs `[batch, rows, …]`.
@@ -165,6 +208,23 @@ fn result(
                 row.element_bytes = element_bytes(*constant_types.get(table)?);
             }
         }
+        "GatherBlockQuantized" => {
+            let [table, indices, scales, ..] = node.input.as_slice() else {
+                return None;
+            };
+            row.dimension
+                .clone_from(&rows.get(indices.as_str())?.dimension);
+            let [_, columns @ ..] = constants.get(table.as_str())?.as_slice() else {
+                return None;
+            };
+            // A byte of the table holds two values of 4 bits.
+            let values_per_byte = 8u64.checked_div(attribute("bits").unwrap_or(4))?;
+            row.columns = columns
+                .iter()
+                .copied()
+                .fold(values_per_byte, u64::saturating_mul);
+            row.element_bytes = element_bytes(*constant_types.get(scales.as_str())?);
+        }
         "Split" => row.columns /= node.output.len().max(1) as u64,
         "Concat" => row.columns = read().map(|it| it.columns).fold(0, u64::saturating_add),
         "QuantizeLinear" => row.element_bytes = 1,
@@ -187,7 +247,8 @@ fn element_bytes(data_type: i32) -> u64 {
 #[cfg(test)]
 mod tests {
     use outrider_bundle::onnx::{
-        DimensionProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
+        AttributeProto, DimensionProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto,
+        ValueInfoProto,
     };
 
     use super::*;
@@ -267,6 +328,62 @@ mod tests {
         // Two values of 16 columns, and the indices; logits are the caller's.
         assert_eq!(found["n"], 8 + 64 + 64);
         assert_eq!(found.len(), 2, "caches are the caller's: {found:?}");
+    }
+
+    #[test]
+    fn memory_that_a_later_value_of_the_same_shape_takes_over_is_kept_in_between() {
+        let mut graph = graph();
+        graph
+            .initializer
+            .push(weight("narrow", DataType::Float, &[32, 8]));
+        graph.node.truncate(2);
+        graph.node.extend([
+            node("Abs", &["product"], &["magnitude"]),
+            node("MatMul", &["magnitude", "narrow"], &["hidden_again"]),
+            node("MatMul", &["hidden_again", "wide"], &["end"]),
+        ]);
+        let found = row_bytes(&graph);
+        // The first hidden values are read no more while both wide ones are there.
+        assert_eq!(found["sequence"], 8 + 32 + 128 + 128);
+        graph.node.truncate(3);
+        graph.node.push(node("Abs", &["magnitude"], &["end"]));
+        assert_eq!(row_bytes(&graph)["sequence"], 8 + 128 + 128);
+    }
+
+    #[test]
+    fn rows_of_a_table_of_blocks_are_as_wide_as_their_values() {
+        for (bits, bytes) in [(4, 64), (8, 32)] {
+            let mut graph = graph();
+            let mut gather = node(
+                "GatherBlockQuantized",
+                &["packed", "ids", "scales"],
+                &["hidden"],
+            );
+            gather.attribute.push(AttributeProto {
+                name: "bits".to_owned(),
+                i: bits,
+                ..AttributeProto::default()
+            });
+            graph.initializer.extend([
+                weight("packed", DataType::Uint8, &[100, 8]),
+                weight("scales", DataType::Float, &[100, 1]),
+            ]);
+            graph.node = vec![gather, node("Abs", &["hidden"], &["end"])];
+            assert_eq!(row_bytes(&graph)["sequence"], 8 + bytes, "{bits} bits");
+        }
+    }
+
+    #[test]
+    fn taps_are_read_where_the_target_left_them() {
+        let mut graph = graph();
+        graph
+            .input
+            .push(value("taps", DataType::Float, "context", &[64]));
+        graph.node = vec![
+            node("Abs", &["taps"], &["magnitude"]),
+            node("Abs", &["magnitude"], &["end"]),
+        ];
+        assert_eq!(row_bytes(&graph)["context"], 256);
     }
 
     #[test]
