@@ -119,7 +119,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if let Some(path) = &arguments.facts_out {
         write_facts(path, &facts)?;
     }
-    let report = Report::new(selection.of(checks::run(&facts))?);
+    let report = Report::selected(checks::run(&facts), &selection)?;
     let text = if arguments.json {
         report.to_json()
     } else {

@@ -38,6 +38,8 @@ pub struct Counts {
     pub skip: usize,
     /// [`Outcome::Unknown`].
     pub unknown: usize,
+    /// Checks that nobody asked for, see [`Selection`]; they are not among the findings.
+    pub left_out: usize,
 }
 
 /// Every finding and what they came to.
@@ -86,6 +88,18 @@ impl Report {
         }
     }
 
+    /// The report of what is left of these findings: what was left out is counted, so that nobody takes a part for the whole.
+    ///
+    /// # Errors
+    ///
+    /// See [`Selection::of`].
+    pub fn selected(checks: Vec<Finding>, selection: &Selection) -> Result<Self, UnknownCheck> {
+        let total = checks.len();
+        let mut report = Self::new(selection.of(checks)?);
+        report.counts.left_out = total - report.checks.len();
+        Ok(report)
+    }
+
     /// The exit code: 0 pass, 1 fail, 3 warnings where they count (`strict`).
     pub fn exit_code(&self, strict: bool) -> u8 {
         match self.verdict {
@@ -121,8 +135,11 @@ impl Report {
             fail,
             skip,
             unknown,
+            left_out,
         } = self.counts;
         let (verdict, style) = match self.verdict {
+            Verdict::Pass if left_out > 0 => ("no fault in this part", style(Outcome::Pass)),
+            Verdict::Warn if left_out > 0 => ("warnings in this part", style(Outcome::Warn)),
             Verdict::Pass => ("ready to start", style(Outcome::Pass)),
             Verdict::Warn => ("ready to start, with warnings", style(Outcome::Warn)),
             Verdict::Fail if self.counts.skip == self.checks.len() => (
@@ -131,8 +148,12 @@ impl Report {
             ),
             Verdict::Fail => ("not ready to start", style(Outcome::Fail)),
         };
+        let left_out = match left_out {
+            0 => String::new(),
+            count => format!(", {count} left out"),
+        };
         format!(
-            "{style}{verdict}{style:#}: {pass} passed, {warn} warned, {fail} failed, {unknown} unknown, {skip} skipped"
+            "{style}{verdict}{style:#}: {pass} passed, {warn} warned, {fail} failed, {unknown} unknown, {skip} skipped{left_out}"
         )
     }
 }
@@ -315,6 +336,35 @@ mod tests {
                 (Verdict::Fail, 1)
             );
             assert!(report.to_text().contains("nothing was checked"));
+        }
+    }
+
+    #[test]
+    fn a_part_is_not_called_ready() {
+        let summary = |skip: &[&str]| {
+            let selection = Selection {
+                skip: skip.iter().map(|name| (*name).to_owned()).collect(),
+                ..Selection::default()
+            };
+            let report = Report::selected(findings(), &selection).unwrap();
+            let text = anstream::adapter::strip_str(&report.to_text()).to_string();
+            text.lines().last().unwrap().to_owned()
+        };
+        for (skip, expected) in [
+            (
+                &["host", "config.prompt_text"][..],
+                "no fault in this part: 1 passed, 0 warned, 0 failed, 0 unknown, 1 skipped, 3 left out",
+            ),
+            (
+                &["host"],
+                "warnings in this part: 1 passed, 1 warned, 0 failed, 0 unknown, 1 skipped, 2 left out",
+            ),
+            (
+                &["gpu"],
+                "not ready to start: 1 passed, 1 warned, 1 failed, 1 unknown, 0 skipped, 1 left out",
+            ),
+        ] {
+            assert_eq!(summary(skip), expected);
         }
     }
 

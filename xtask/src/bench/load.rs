@@ -1,7 +1,7 @@
 //! `cargo xtask bench load`: many clients at once, with drafting off and on.
 //!
-//! A client sends its next request when it has its answer. Two servers, one of which drafts, get the same requests from as many clients each, and run
-//! in turn ([`turns`]): both do the same work, and a machine that becomes slower for a while makes both slower.
+//! A client sends its next request when it has its answer. What is compared, drafting with none and many clients with few, is asked of two servers that
+//! get the same requests and run in turn ([`turns`]): both do the same work, and a machine that becomes slower for a while makes both slower.
 
 mod course;
 mod exchange;
@@ -9,7 +9,7 @@ mod report;
 mod tally;
 mod turns;
 
-pub use report::{Cell, Report, Side};
+pub use report::{Cell, Growth, Report, Side};
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -21,16 +21,18 @@ use outrider_verify::client::{Client, ClientOptions};
 use crate::build;
 use crate::output::OutputDir;
 use crate::reference;
-use crate::server_process::ServerCommand;
+use crate::server_process::{ServerCommand, Signaller};
 use crate::session::Session;
 use crate::traffic::{CONTEXT_TOKENS, Traffic};
 use crate::workspace::Workspace;
-use course::{Callers, Course};
+use course::{Callers, Course, Load};
 use tally::{Tally, client_cpu};
 use turns::Turns;
 
 /// Rounds, an even number, so that each server comes first as often; the median of their ratios counts.
 const ROUNDS: u32 = 6;
+/// More clients must not bring fewer tokens a second: from the first to the second of these.
+const FROM_TO: [usize; 2] = [4, 16];
 /// An answer that is not there after this is stuck.
 const STUCK: Duration = Duration::from_secs(300);
 /// Requests to each server before the first measurement: the first ones after a start pay for pages of memory that no later one pays for.
@@ -48,7 +50,7 @@ pub struct Args {
     /// Clients at once
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 4, 16, 64])]
     clients: Vec<usize>,
-    /// How long each number of clients sends requests to each of the two servers, while it is its turn
+    /// How long each comparison lasts for each of the two servers, while it is its turn
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(2..))]
     seconds: u64,
     /// Which requests are drawn
@@ -104,49 +106,54 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         bail!("invalid: nothing is drafted: {reason}");
     }
     let traffic = Traffic::new(args.seed)?;
-    let side = |server: usize| {
+    let callers = |session: &'_ Session| {
         let options = ClientOptions {
             timeout: STUCK,
             ..ClientOptions::default()
         };
-        let session = &sessions[server];
-        anyhow::Ok(Callers {
-            client: Client::new(&session.process().endpoint(), options)?,
-            model: session.model(),
-            traffic: &traffic,
-            drafting: server == 1,
-        })
+        Client::new(&session.process().endpoint(), options)
     };
-    let sides = [side(0)?, side(1)?];
-    for side in &sides {
+    let callers = [callers(&sessions[0])?, callers(&sessions[1])?].map(|client| Callers {
+        client,
+        model: sessions[0].model(),
+        traffic: &traffic,
+    });
+    for callers in &callers {
         let began = Instant::now();
         for number in 0..WARM_UP_REQUESTS {
-            side.answer(number, &|| began.elapsed(), &mut Tally::new());
+            for drafting in [false, true] {
+                callers.answer(number, drafting, &|| began.elapsed(), &mut Tally::new());
+            }
         }
     }
-    let servers = [0, 1].map(|server: usize| sessions[server].process().signaller());
-    let mut cells = Vec::new();
-    let mut next = WARM_UP_REQUESTS;
+    let mut rounds = Rounds {
+        callers,
+        servers: sessions.each_ref().map(|it| it.process().signaller()),
+        limit: Duration::from_secs(args.seconds) / ROUNDS,
+        next: WARM_UP_REQUESTS,
+    };
     let (cpu, began) = (client_cpu()?, Instant::now());
+    let mut cells = Vec::new();
     for &clients in &args.clients {
         let mut cell = Cell::new(clients);
-        for round in 0..ROUNDS {
-            let turns = Turns::begin(servers, round as usize % 2)?;
-            let course = Course::new(next, Duration::from_secs(args.seconds) / ROUNDS);
-            let tallies = course.run(&sides, &turns, clients)?;
-            next += tallies[0].requests;
-            let [off, on] = tallies.each_ref().map(Tally::tokens_per_second);
-            cell.round_ratios.push(on / off);
-            for (drafting, tally) in [false, true].into_iter().zip(tallies) {
-                cell.side_mut(drafting).add(tally);
-            }
-            eprintln!(
-                "{clients} clients, round {} of {ROUNDS}: {:.3}",
-                round + 1,
-                on / off
-            );
-        }
+        let loads = [false, true].map(|drafting| Load { clients, drafting });
+        cell.round_ratios = rounds.run(loads, |[off, on]| {
+            cell.off.add(off);
+            cell.on.add(on);
+        })?;
         cells.push(cell);
+    }
+    let mut growth = Vec::new();
+    if FROM_TO.iter().all(|clients| args.clients.contains(clients)) {
+        for drafting in [false, true] {
+            let loads = FROM_TO.map(|clients| Load { clients, drafting });
+            let round_ratios = rounds.run(loads, drop)?;
+            growth.push(Growth {
+                from_to: FROM_TO,
+                drafting,
+                round_ratios,
+            });
+        }
     }
     let share = (client_cpu()? - cpu).as_secs_f64() / began.elapsed().as_secs_f64();
     Ok(Report::new(
@@ -156,5 +163,43 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         args,
         share,
         cells,
+        growth,
     ))
+}
+
+/// Rounds over the same two servers.
+struct Rounds<'a> {
+    callers: [Callers<'a>; 2],
+    servers: [Signaller; 2],
+    /// How long one goes on.
+    limit: Duration,
+    /// Number of the next request.
+    next: u64,
+}
+
+impl Rounds<'_> {
+    /// Runs all rounds of a comparison and hands over what each server answered; the throughput of the second server, of that of the first, in each.
+    fn run(
+        &mut self,
+        loads: [Load; 2],
+        mut answered: impl FnMut([Tally; 2]),
+    ) -> anyhow::Result<Vec<f64>> {
+        let mut ratios = Vec::new();
+        for round in 0..ROUNDS {
+            let turns = Turns::begin(self.servers, round as usize % 2)?;
+            let course = Course::new(self.next, self.limit);
+            let tallies = course.run(&self.callers, loads, &turns)?;
+            self.next += tallies[0].requests;
+            let [first, second] = tallies.each_ref().map(Tally::tokens_per_second);
+            let [of, to] = loads;
+            eprintln!(
+                "round {} of {ROUNDS}, {to} against {of}: {:.3}",
+                round + 1,
+                second / first
+            );
+            ratios.push(second / first);
+            answered(tallies);
+        }
+        Ok(ratios)
+    }
 }

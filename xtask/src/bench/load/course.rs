@@ -1,5 +1,6 @@
-//! A round: the same requests for both servers, each from as many clients, which send the next one when they have an answer.
+//! A round: the same requests for both servers, from clients that send the next one when they have an answer.
 
+use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,8 +24,22 @@ pub struct Callers<'a> {
     pub model: &'a str,
     /// What is asked.
     pub traffic: &'a Traffic,
+}
+
+/// How a server is called in a round.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Clients at once.
+    pub clients: usize,
     /// Whether answers are drafted.
     pub drafting: bool,
+}
+
+impl fmt::Display for Load {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let drafting = if self.drafting { "on" } else { "off" };
+        write!(f, "{} clients with drafting {drafting}", self.clients)
+    }
 }
 
 /// The requests of a round, which both servers get.
@@ -68,32 +83,33 @@ impl Course {
         Some(self.first + sent[server] - 1)
     }
 
-    /// Asks both servers, each from so many clients, and gives what each answered.
+    /// Asks both servers and gives what each answered.
     ///
     /// # Errors
     ///
     /// A server is gone.
     pub fn run(
         &self,
-        sides: &[Callers; 2],
+        callers: &[Callers; 2],
+        loads: [Load; 2],
         turns: &Turns,
-        clients: usize,
     ) -> anyhow::Result<[Tally; 2]> {
         thread::scope(|scope| {
             let running = [0, 1].map(|server: usize| {
-                let side = &sides[server];
+                let (callers, load) = (&callers[server], loads[server]);
                 spawn(scope, move || {
                     let _finish = Finish { turns, server };
                     let clock = || turns.ran(server);
                     let client = || {
                         let mut tally = Tally::new();
                         while let Some(number) = self.take(server, clock()) {
-                            side.answer(number, &clock, &mut tally);
+                            callers.answer(number, load.drafting, &clock, &mut tally);
                         }
                         tally
                     };
                     let mut all = thread::scope(|scope| {
-                        let clients: Vec<_> = (0..clients).map(|_| spawn(scope, client)).collect();
+                        let clients: Vec<_> =
+                            (0..load.clients).map(|_| spawn(scope, client)).collect();
                         let mut all = Tally::new();
                         for client in clients {
                             all.add(&client.join().expect("a client does not panic"));
@@ -134,12 +150,18 @@ fn spawn<'scope, T: Send + 'scope>(
 
 impl Callers<'_> {
     /// Sends one request until there is room for it.
-    pub fn answer(&self, number: u64, clock: &dyn Fn() -> Duration, tally: &mut Tally) {
+    pub fn answer(
+        &self,
+        number: u64,
+        drafting: bool,
+        clock: &dyn Fn() -> Duration,
+        tally: &mut Tally,
+    ) {
         let planned = self.traffic.request(number);
         tally.requests += 1;
         let began = Instant::now();
         loop {
-            match send(&self.client, self.model, &planned, self.drafting, clock) {
+            match send(&self.client, self.model, &planned, drafting, clock) {
                 Outcome::Answered(answered) => return tally.answered(&answered),
                 Outcome::NoRoom { after } if began.elapsed() < STUCK => {
                     tally.no_room += 1;
