@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -184,16 +185,15 @@ fn bind_unix(path: &Path) -> io::Result<Listener> {
     Ok(Listener::Unix(listener, file))
 }
 
-/// Lets the system cut connections that are accepted from now on when their client takes nothing for `limit`.
+/// Lets the system cut a connection when its client takes nothing for `limit`.
 ///
-/// The option counts the time that sent bytes are not acknowledged, or the client's window is closed, see `TCP_USER_TIMEOUT` in tcp(7); accepted
-/// sockets have it from the one they are accepted on.
+/// The option counts the time that sent bytes are not acknowledged, or the client's window is closed, see `TCP_USER_TIMEOUT` in tcp(7).
 ///
 /// # Errors
 ///
 /// The system does not know the option.
-pub fn set_write_timeout(listener: &TcpListener, limit: Duration) -> io::Result<()> {
-    SockRef::from(listener).set_tcp_user_timeout(Some(limit))
+pub fn set_write_timeout(connection: &impl AsFd, limit: Duration) -> io::Result<()> {
+    SockRef::from(connection).set_tcp_user_timeout(Some(limit))
 }
 
 /// Raises the limit of open files as far as this process may, and says so when `max_connections` do not fit into it.

@@ -6,9 +6,8 @@
 //! It is done on a thread of its own: a file on a disk that hangs holds up the reload, and nothing else.
 
 use std::io;
-use std::net::TcpListener;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,7 +22,6 @@ use crate::config::{Config, ConfigError, Sources};
 use crate::http::State;
 use crate::http::backend::Backend;
 use crate::launch::{FileError, Files};
-use crate::listen;
 use crate::loader;
 use crate::logging::LogControl;
 use crate::systemd;
@@ -80,8 +78,6 @@ pub struct Reloader {
     state: web::Data<State>,
     certificate: Option<Arc<Certificate>>,
     log: Option<LogControl>,
-    /// The socket whose connections have the write timeout. A reload that hangs must not keep it open when the server stops listening.
-    listener: Weak<TcpListener>,
 }
 
 impl Reloader {
@@ -92,7 +88,6 @@ impl Reloader {
         state: web::Data<State>,
         certificate: Option<Arc<Certificate>>,
         log: Option<LogControl>,
-        listener: Weak<TcpListener>,
     ) -> Self {
         Self {
             sources,
@@ -100,7 +95,6 @@ impl Reloader {
             state,
             certificate,
             log,
-            listener,
         }
     }
 
@@ -217,11 +211,6 @@ impl Reloader {
         }
         if let Some(Err(error)) = self.state.audit().map(AuditLog::reopen) {
             tracing::error!(%error, "the audit log goes on in the file that is open");
-        }
-        if let Some(listener) = self.listener.upgrade()
-            && let Err(error) = listen::set_write_timeout(&listener, config.http.write_timeout)
-        {
-            tracing::error!(%error, "the write timeout stays as it was");
         }
         if let Some(backend) = self.state.backend() {
             backend.set_limits(loader::engine_limits(&config));

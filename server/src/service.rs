@@ -99,14 +99,12 @@ pub async fn run(
     let drain = Arc::new(Drain::default());
     let state = State::new(settings, startup.clone(), drain.clone()).with_audit(audit);
     let state = web::Data::new(state);
-    let timed_listener = Arc::new(listener.try_clone()?);
     let reloads = Reloader::new(
         sources,
         config.clone(),
         state.clone(),
         connections.certificate.clone(),
         log,
-        Arc::downgrade(&timed_listener),
     )
     .start()?;
 
@@ -172,7 +170,7 @@ pub async fn run(
     };
     // From here on the engine may well stand still, and nobody is to wait in the queue of a socket.
     upkeep.abort();
-    drop((watch, reloads, timed_listener));
+    drop((watch, reloads));
     stop_listening(&handles).await;
     drop(socket_file);
     // Connections that were closed just now still have their lines to write.
@@ -237,7 +235,7 @@ async fn serve(
     }
 }
 
-/// Sends connections what they still have to get, for as long as [`http::FLUSH_SECONDS`], and closes them.
+/// Sends connections what they still have to get, for a moment, and closes them.
 async fn stop_listening(handles: &[ServerHandle]) {
     join_all(handles.iter().map(|handle| handle.stop(true))).await;
 }

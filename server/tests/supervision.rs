@@ -69,6 +69,7 @@ fn main() -> ExitCode {
         a_reload_reaches_the_engine,
         a_reload_shows_a_renewed_certificate_and_keeps_the_old_one_when_it_is_damaged,
         a_reload_moves_the_switch_of_drafting_only_when_its_value_changed,
+        who_switches_drafting_is_in_the_log,
         a_reload_during_the_start_waits_for_the_model,
         ten_thousand_idle_connections_hold_up_nobody,
         the_admin_socket_serves_and_goes_with_the_server,
@@ -259,6 +260,8 @@ impl Served {
     /// Ends the server; its exit code and its log.
     fn stop(self) -> (Option<i32>, String) {
         self.signal(Signal::SIGTERM);
+        // Who tells waits for room, which nobody has made since the last message was awaited.
+        self.await_notice("STOPPING=1");
         self.end()
     }
 
@@ -277,6 +280,21 @@ impl Served {
             self.admin.clone()
         };
         ask(TcpStream::connect(address).unwrap(), path, headers)
+    }
+
+    /// Switches drafting by the admin interface; what is answered.
+    fn switch(&self, enabled: bool, headers: &str) -> String {
+        let body = format!("{{\"enabled\": {enabled}}}");
+        let mut stream = TcpStream::connect(&self.admin).unwrap();
+        write!(
+            stream,
+            "PUT /admin/speculation HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n{headers}\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
     }
 
     fn last_reload(&self) -> String {
@@ -654,16 +672,7 @@ fn a_reload_moves_the_switch_of_drafting_only_when_its_value_changed() {
         answer.contains("\"enabled\":true")
     };
     assert!(is_enabled());
-    let body = "{\"enabled\": false}";
-    let mut stream = TcpStream::connect(&served.admin).unwrap();
-    write!(
-        stream,
-        "PUT /admin/speculation HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
-        body.len()
-    )
-    .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
+    let answer = served.switch(false, "");
     assert!(!is_enabled(), "{answer}");
     // What an operator did holds until the configuration says something else than before.
     served.reload("  speculative: {enabled: true}\n");
@@ -672,6 +681,37 @@ fn a_reload_moves_the_switch_of_drafting_only_when_its_value_changed() {
     served.reload("  speculative: {enabled: true}\n");
     assert!(is_enabled());
     assert_eq!(served.stop().0, Some(0));
+}
+
+fn who_switches_drafting_is_in_the_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokens");
+    let operators = ["anna", "ben"].map(|name| (name, auth::generate().unwrap()));
+    let lines = operators
+        .each_ref()
+        .map(|(name, secret)| auth::line_of(name, secret).unwrap());
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    let served = Served::ready(&format!(
+        "  auth: {{admin_tokens_path: {}}}\n",
+        path.display()
+    ));
+    for ((_, secret), enabled) in operators.iter().zip([false, true]) {
+        let answer = served.switch(enabled, &format!("authorization: Bearer {secret}\r\n"));
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    }
+    let refused = served.switch(false, "authorization: Bearer anna\r\n");
+    assert!(refused.starts_with("HTTP/1.1 401 "), "{refused}");
+    let (code, log) = served.stop();
+    assert_eq!(code, Some(0));
+    let told: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("drafting switched"))
+        .collect();
+    assert_eq!(told.len(), 2, "{log}");
+    for (line, ((name, _), enabled)) in told.iter().zip(operators.iter().zip([false, true])) {
+        assert!(line.contains(&format!("operator=\"{name}\"")), "{line}");
+        assert!(line.contains(&format!("enabled={enabled}")), "{line}");
+    }
 }
 
 fn a_reload_during_the_start_waits_for_the_model() {

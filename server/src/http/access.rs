@@ -27,11 +27,9 @@ use super::backend::Backend;
 use super::caller::Caller;
 use super::choices::{Plan, Prompt};
 use super::code::Code;
-use super::connection::{InFlight, Requests};
 use super::error::ApiError;
 use super::facts::{Facts, is_generation};
 use super::params::Generation;
-use super::rest::Rest;
 use super::shape::UsageBody;
 use crate::audit;
 use crate::engine::{Event, Sampling};
@@ -244,11 +242,9 @@ impl Drop for Record {
 
 /// Gives every request an identifier and a record, and turns it away when the server is going down.
 pub async fn observe(
-    mut request: ServiceRequest,
+    request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<BoxBody>, Error> {
-    let in_flight = Requests::begin(request.request());
-    let rest = Rest::of(&mut request);
     let request_id = request_id(&request);
     let state = request
         .app_data::<web::Data<State>>()
@@ -336,14 +332,7 @@ pub async fn observe(
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
-    Ok(response.map_body(|_, body| {
-        BoxBody::new(Observed {
-            body,
-            record,
-            _in_flight: in_flight,
-            _rest: rest,
-        })
-    }))
+    Ok(response.map_body(|_, body| BoxBody::new(Observed { body, record })))
 }
 
 /// The name of a method in log and metrics; a caller can make up any number of others.
@@ -378,8 +367,6 @@ fn request_id(request: &ServiceRequest) -> String {
 struct Observed {
     body: BoxBody,
     record: AccessRecord,
-    _in_flight: InFlight,
-    _rest: Rest,
 }
 
 impl MessageBody for Observed {

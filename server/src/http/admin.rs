@@ -7,9 +7,10 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use actix_service::IntoServiceFactory as _;
 use actix_web::dev::Server;
 use actix_web::middleware::from_fn;
-use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
+use actix_web::{App, HttpRequest, HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -18,8 +19,10 @@ use super::State;
 use super::authenticate;
 use super::error::ApiError;
 use super::head;
+use super::listener::{self, Limits};
+use super::requests;
 use super::speculation::{self, Reader, SpeculationBody};
-use super::{FLUSH_SECONDS, READ, method_not_allowed, not_found};
+use super::{READ, method_not_allowed, not_found};
 use crate::engine::Phase;
 use crate::lifecycle::Latch;
 use crate::listen::{Listener, SocketFile};
@@ -60,30 +63,37 @@ struct AuditBody {
 }
 
 /// Starts the admin interface on a bound listener. The caller decides when it stops, and keeps the file of a socket until then.
+///
+/// # Errors
+///
+/// The listener can't be used.
 pub fn serve(
     state: web::Data<State>,
     listener: Listener,
     header_timeout: Duration,
 ) -> std::io::Result<(Server, Option<SocketFile>)> {
     let prometheus = web::Data::new(metrics::install().clone());
-    let server = HttpServer::new(move || {
-        App::new()
-            .app_data(state.clone())
-            .app_data(prometheus.clone())
-            .wrap(from_fn(head::check_admin))
-            .configure(routes)
-            .default_service(web::to(not_found))
-    })
-    .workers(1)
-    .max_connections(MAX_CONNECTIONS)
-    .client_request_timeout(header_timeout)
-    .shutdown_timeout(FLUSH_SECONDS)
-    .disable_signals();
-    let (server, socket_file) = match listener {
-        Listener::Tcp(listener) => (server.listen(listener)?, None),
-        Listener::Unix(listener, file) => (server.listen_uds(listener)?, Some(file)),
+    let limits = Limits {
+        workers: 1,
+        max_connections: MAX_CONNECTIONS,
+        header_timeout,
+        certificate: None,
     };
-    Ok((server.run(), socket_file))
+    let app = {
+        let state = state.clone();
+        move || {
+            App::new()
+                .app_data(state.clone())
+                .app_data(prometheus.clone())
+                // The last one is the outermost.
+                .wrap(from_fn(head::check_admin))
+                .wrap(from_fn(requests::track))
+                .configure(routes)
+                .default_service(web::to(not_found))
+                .into_factory()
+        }
+    };
+    listener::start("admin", listener, &limits, state, app)
 }
 
 fn routes(config: &mut web::ServiceConfig) {

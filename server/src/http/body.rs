@@ -10,9 +10,9 @@ use futures_util::future::{Either, select};
 use serde_json::Value;
 
 use super::State;
-use super::connection::Requests;
 use super::error::ApiError;
 use super::fields::StrictJson;
+use super::requests::Requests;
 
 /// The bytes of a body that is declared as plain JSON, has at most `limit_bytes` and arrives in time.
 ///

@@ -4,21 +4,20 @@
 //! has room for what that client has sent. Here
 //! - a head behind the first has as much time as the first;
 //! - a client that closes its side while it waits has gone away, whatever it has sent before, and what it asked for is dropped;
-//! - a client that does not take its answers is not read from;
+//! - a client that does not take its answers is not read from, and has gone away after a time where the system does not see to it;
 //! - what is sent ahead of an answer stays out of the library's reach until the answer is complete, and too much of it ends the connection.
 
-use std::cell::Cell;
 use std::future::Future as _;
 use std::io;
 use std::pin::Pin;
-use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use actix_web::HttpRequest;
 use actix_web::rt::time::{Sleep, sleep};
 use bytes::{Buf as _, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::requests::Requests;
 
 /// What a client may send ahead of an answer that it waits for.
 const MAX_AHEAD_BYTES: usize = 64 << 10;
@@ -29,56 +28,18 @@ const BURST_BYTES: usize = 64 << 10;
 /// What is read of a client between two requests, far above a head: the rest of a body that nobody wants, so that its sender gets to read why.
 const MAX_REST_BYTES: usize = 64 << 20;
 
-/// What handlers tell of the requests of a connection.
-#[derive(Clone, Debug, Default)]
-pub struct Requests(Rc<State>);
-
+/// Runs from the first time that it is asked.
 #[derive(Debug, Default)]
-struct State {
-    begun: Cell<u64>,
-    is_in_flight: Cell<bool>,
-    /// Whether all of it has arrived.
-    is_read: Cell<bool>,
-    /// Whether something has arrived that is no part of it.
-    has_more: Cell<bool>,
-}
+struct Timer(Option<Pin<Box<Sleep>>>);
 
-/// A request that is in flight until this is dropped.
-#[derive(Debug)]
-pub struct InFlight(Option<Requests>);
-
-impl Requests {
-    /// Those of the connection of this request, where it has any.
-    fn of(request: &HttpRequest) -> Option<&Self> {
-        request.conn_data()
+impl Timer {
+    fn is_over(&mut self, limit: Duration, cx: &mut Context<'_>) -> bool {
+        let timer = self.0.get_or_insert_with(|| Box::pin(sleep(limit)));
+        timer.as_mut().poll(cx).is_ready()
     }
 
-    /// Notes that a request has begun.
-    pub fn begin(request: &HttpRequest) -> InFlight {
-        let requests = Self::of(request).cloned();
-        if let Some(Self(state)) = &requests {
-            state.begun.set(state.begun.get() + 1);
-            state.is_in_flight.set(true);
-            state.is_read.set(false);
-            state.has_more.set(false);
-        }
-        InFlight(requests)
-    }
-
-    /// Notes that all of a request has arrived.
-    pub fn read(request: &HttpRequest) {
-        if let Some(Self(state)) = Self::of(request) {
-            state.is_read.set(true);
-            state.has_more.set(false);
-        }
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        if let Some(Requests(state)) = &self.0 {
-            state.is_in_flight.set(false);
-        }
+    fn stop(&mut self) {
+        self.0 = None;
     }
 }
 
@@ -89,7 +50,11 @@ pub struct Stream<T> {
     requests: Requests,
     header_timeout: Duration,
     /// Runs while a head behind the first arrives.
-    head: Option<Pin<Box<Sleep>>>,
+    head: Timer,
+    /// `None` where the system sees to it.
+    write_timeout: Option<Duration>,
+    /// Runs while the client takes nothing.
+    blocked: Timer,
     /// Requests that had begun when it was looked at last.
     seen: u64,
     /// Bytes read since the library's last turn.
@@ -111,7 +76,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
             io,
             requests: Requests::default(),
             header_timeout,
-            head: None,
+            head: Timer::default(),
+            write_timeout: None,
+            blocked: Timer::default(),
             seen: 0,
             burst_bytes: 0,
             rest_bytes: 0,
@@ -121,13 +88,17 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
         }
     }
 
-    /// Where handlers tell of their requests.
-    pub fn requests(&self) -> Requests {
-        self.requests.clone()
+    /// The same for a transport whose clients may otherwise take nothing for as long as they like.
+    pub fn with_write_timeout(self, limit: Duration) -> Self {
+        Self {
+            write_timeout: Some(limit),
+            ..self
+        }
     }
 
-    fn is_answering(&self) -> bool {
-        self.requests.0.is_in_flight.get() && self.requests.0.is_read.get()
+    /// Where the application tells of the connection's requests.
+    pub fn requests(&self) -> Requests {
+        self.requests.clone()
     }
 
     /// Reads what is sent ahead of the answer, to see the client leave.
@@ -155,7 +126,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
 
     /// Fails when whoever waits for an answer has gone.
     fn check_client(&self) -> io::Result<()> {
-        if self.is_closed && self.requests.0.is_in_flight.get() {
+        if self.is_closed && self.requests.is_in_flight() {
             return Err(io::Error::new(
                 io::ErrorKind::ConnectionAborted,
                 "the client closed its side before it had its answer",
@@ -166,18 +137,14 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Stream<T> {
 
     /// Fails when a head behind the first takes too long.
     fn poll_head(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        let state = &self.requests.0;
-        if state.begun.get() != self.seen {
-            self.seen = state.begun.get();
-            self.head = None;
+        let begun = self.requests.begun();
+        if begun != self.seen {
+            self.seen = begun;
+            self.head.stop();
             self.rest_bytes = 0;
         }
-        if self.seen == 0 || state.is_in_flight.get() || !state.has_more.get() {
-            return Ok(());
-        }
-        let timeout = self.header_timeout;
-        let timer = self.head.get_or_insert_with(|| Box::pin(sleep(timeout)));
-        if timer.as_mut().poll(cx).is_ready() {
+        let is_later = begun > 0 && self.requests.is_arriving();
+        if is_later && self.head.is_over(self.header_timeout, cx) {
             return Err(io::Error::new(
                 io::ErrorKind::TimedOut,
                 "the head of a request took too long",
@@ -193,7 +160,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<T> {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.is_answering() {
+        if self.requests.is_answering() {
             self.poll_ahead(cx)?;
             return if self.is_closed {
                 Poll::Ready(Ok(()))
@@ -224,9 +191,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<T> {
         let read = buffer.filled().len() - before;
         self.burst_bytes += read;
         if read > 0 {
-            self.requests.0.has_more.set(true);
+            self.requests.receive();
         }
-        if self.requests.0.is_in_flight.get() {
+        if self.requests.is_in_flight() {
             self.rest_bytes = 0;
         } else {
             self.rest_bytes += read;
@@ -243,20 +210,31 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<T> {
 
 impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Stream<T> {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.check_client()?;
-        let written = Pin::new(&mut self.io).poll_write(cx, bytes);
-        self.is_blocked = written.is_pending();
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.io).poll_write(cx, bytes);
+        this.is_blocked = written.is_pending();
+        if !this.is_blocked {
+            this.blocked.stop();
+        } else if let Some(limit) = this.write_timeout
+            && this.blocked.is_over(limit, cx)
+        {
+            return Poll::Ready(Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the client took nothing of its answer for too long",
+            )));
+        }
         written
     }
 
     /// The last thing that the library does in each of its turns.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.burst_bytes = 0;
-        if self.is_answering() {
+        if self.requests.is_answering() {
             // The library no longer reads when it has met bytes that are no request.
             self.poll_ahead(cx)?;
         } else if !self.ahead.is_empty() {

@@ -18,8 +18,10 @@ mod facts;
 mod fields;
 mod generate;
 mod head;
+mod listener;
 mod models;
 mod params;
+mod requests;
 mod rest;
 mod shape;
 mod speculation;
@@ -28,29 +30,19 @@ mod turns;
 
 pub use generate::{chat_prompts, completion_prompts};
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use actix_cors::Cors;
-use actix_http::error::DispatchError;
-use actix_http::{Extensions, HttpService, Protocol, Request};
-use actix_service::{
-    IntoServiceFactory as _, Service, ServiceFactory, ServiceFactoryExt as _, fn_service,
-    map_config,
-};
-use actix_tls::accept::TlsError;
-use actix_tls::accept::rustls_0_23::{Acceptor, TlsStream};
-use actix_web::body::MessageBody;
-use actix_web::dev::{AppConfig, Server, ServiceResponse};
-use actix_web::http::{KeepAlive, Method, header};
+use actix_service::IntoServiceFactory as _;
+use actix_web::dev::Server;
+use actix_web::http::{Method, header};
 use actix_web::middleware::{Condition, from_fn};
-use actix_web::rt::net::TcpStream;
-use actix_web::{App, HttpRequest, HttpResponse, web};
+use actix_web::{App, HttpRequest, web};
 use arc_swap::{ArcSwap, ArcSwapOption};
-use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::audit::AuditLog;
 use crate::auth::KeyRing;
@@ -58,24 +50,15 @@ use crate::config::Config;
 use crate::engine::Phase;
 use crate::launch::FileError;
 use crate::lifecycle::{Drain, Startup};
-use crate::listen::{self, Endpoint};
+use crate::listen::{Endpoint, Listener};
 use crate::metrics;
 use crate::refusals::Refusals;
 use crate::reload::Outcome;
 use crate::tls::Certificate;
 use backend::Backend;
-use connection::Stream;
 use error::ApiError;
+use listener::Limits;
 use turns::Turns;
-
-/// Longer than the idle time of common gateways, so that they close an idle connection first and never send into a closing one.
-const KEEP_ALIVE: Duration = Duration::from_secs(75);
-
-/// How long connections may take to send the rest of their answers when the server ends, in seconds.
-pub const FLUSH_SECONDS: u64 = 1;
-
-/// How long what a client still sends is thrown away behind an answer that did not wait for it, so that the client gets to read the answer.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// How long browsers may keep what they were told about another origin.
 const PREFLIGHT_SECONDS: usize = 3600;
@@ -115,6 +98,8 @@ pub struct Settings {
     pub max_completions_per_request: usize,
     /// Time for the body of a request.
     pub body_timeout: Duration,
+    /// Longest time in which a client takes none of its answer, for connections that are made from now on.
+    pub write_timeout: Duration,
     /// Large bodies that may wait to be parsed and tokenised.
     pub queue_capacity: usize,
     /// Longest wait of a body for that.
@@ -138,6 +123,7 @@ impl Default for Settings {
             body_limit_bytes: 1 << 20,
             max_completions_per_request: 8,
             body_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_secs(60),
             queue_capacity: 64,
             queue_timeout: Duration::from_secs(60),
             request_deadline: Duration::from_secs(600),
@@ -174,6 +160,7 @@ impl Settings {
             body_limit_bytes: config.runtime.request_body_limit_bytes,
             max_completions_per_request: config.runtime.max_completions_per_request,
             body_timeout: config.http.body_timeout,
+            write_timeout: config.http.write_timeout,
             queue_capacity: config.runtime.queue_capacity,
             queue_timeout: config.runtime.queue_timeout,
             request_deadline: config.runtime.request_deadline,
@@ -190,8 +177,6 @@ pub struct Connections {
     pub max: usize,
     /// Time for the head of a request, and for the TLS handshake.
     pub header_timeout: Duration,
-    /// Longest time in which a client takes none of its answer.
-    pub write_timeout: Duration,
     /// Origins whose pages may call.
     pub cors_allowed_origins: Vec<String>,
     /// What TLS is spoken with; `None` is plain HTTP.
@@ -204,7 +189,6 @@ impl Default for Connections {
         Self {
             max: 1024,
             header_timeout: Duration::from_secs(60),
-            write_timeout: Duration::from_secs(60),
             cors_allowed_origins: Vec::new(),
             certificate: None,
         }
@@ -217,7 +201,6 @@ impl Connections {
         Self {
             max: config.http.max_connections,
             header_timeout: config.http.header_timeout,
-            write_timeout: config.http.write_timeout,
             cors_allowed_origins: config.http.cors_allowed_origins.clone(),
             certificate,
         }
@@ -328,105 +311,32 @@ pub fn serve(
     listener: TcpListener,
     connections: &Connections,
 ) -> std::io::Result<Server> {
-    listen::set_write_timeout(&listener, connections.write_timeout)?;
-    let workers = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-    let workers = workers.min(connections.max);
-    let server = Server::build()
-        .workers(workers)
-        // The library counts them for each worker, and gives each the same share.
-        .max_concurrent_connections(connections.max.div_ceil(workers))
-        .shutdown_timeout(FLUSH_SECONDS)
-        .disable_signals();
-    let stopping = server.graceful_shutdown_signal();
-    let stopping = move || {
-        let stopping = stopping.clone();
-        async move { stopping.notified().await }
+    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let limits = Limits {
+        workers: cores.min(connections.max),
+        max_connections: connections.max,
+        header_timeout: connections.header_timeout,
+        certificate: connections.certificate.as_ref(),
     };
     let origins = connections.cors_allowed_origins.clone();
-    let header_timeout = connections.header_timeout;
-    let app = move || {
-        App::new()
-            .app_data(state.clone())
-            // The last one is the outermost.
-            .wrap(from_fn(head::check))
-            .wrap(from_fn(authenticate::callers))
-            .wrap(Condition::new(!origins.is_empty(), cors(&origins)))
-            .wrap(from_fn(access::observe))
-            .configure(routes)
-            .default_service(web::to(not_found))
-            .into_factory()
-            .map_err(|error: actix_web::Error| error.error_response())
-    };
-    let name = "api";
-    let server = match &connections.certificate {
-        None => server.listen(name, listener, move || {
-            fn_service(move |io: TcpStream| async move {
-                let peer = io.peer_addr().ok();
-                Ok((Stream::new(io, header_timeout), Protocol::Http1, peer))
-            })
-            .and_then(http1(header_timeout, stopping.clone(), app()))
-        })?,
-        Some(certificate) => {
-            let tls = Arc::clone(certificate).server_config();
-            let tls = tls.map_err(std::io::Error::other)?;
-            server.listen(name, listener, move || {
-                let mut acceptor = Acceptor::new(tls.clone());
-                acceptor.set_handshake_timeout(header_timeout);
-                acceptor
-                    .map_init_err(|_| ())
-                    .map_err(TlsError::into_service_error)
-                    .and_then(move |io: TlsStream<TcpStream>| async move {
-                        let peer = io.get_ref().0.peer_addr().ok();
-                        Ok((Stream::new(io, header_timeout), Protocol::Http1, peer))
-                    })
-                    .and_then(
-                        http1(header_timeout, stopping.clone(), app()).map_err(TlsError::Service),
-                    )
-            })?
+    let app = {
+        let state = state.clone();
+        move || {
+            App::new()
+                .app_data(state.clone())
+                // The last one is the outermost.
+                .wrap(from_fn(head::check))
+                .wrap(from_fn(authenticate::callers))
+                .wrap(Condition::new(!origins.is_empty(), cors(&origins)))
+                .wrap(from_fn(access::observe))
+                .wrap(from_fn(requests::track))
+                .configure(routes)
+                .default_service(web::to(not_found))
+                .into_factory()
         }
     };
-    Ok(server.run())
-}
-
-/// HTTP/1.1 on streams that see what the library does not.
-fn http1<T, A, B, F>(
-    header_timeout: Duration,
-    stopping: impl Fn() -> F + 'static,
-    app: A,
-) -> impl ServiceFactory<
-    (Stream<T>, Protocol, Option<SocketAddr>),
-    Config = (),
-    Response = (),
-    Error = DispatchError,
-    InitError = (),
->
-where
-    T: AsyncRead + AsyncWrite + Unpin + 'static,
-    A: ServiceFactory<
-            Request,
-            Config = AppConfig,
-            Response = ServiceResponse<B>,
-            Error = HttpResponse,
-            InitError = (),
-        > + 'static,
-    A::Future: 'static,
-    <A::Service as Service<Request>>::Future: 'static,
-    B: MessageBody + 'static,
-    F: Future<Output = ()> + 'static,
-{
-    HttpService::build()
-        .graceful_shutdown_signal(stopping)
-        .keep_alive(KeepAlive::Timeout(KEEP_ALIVE))
-        .client_request_timeout(header_timeout)
-        .client_disconnect_timeout(LINGER)
-        // A client that closes its side has gone away, which the stream sees in time; here it is the one way to answer what came before bytes that are
-        // no request.
-        .h1_allow_half_closed(true)
-        .tcp_nodelay(true)
-        .on_connect_ext(|stream: &Stream<T>, data: &mut Extensions| {
-            data.insert(stream.requests());
-        })
-        .finish(map_config(app, |()| AppConfig::default()))
+    let (server, _) = listener::start("api", Listener::Tcp(listener), &limits, state, app)?;
+    Ok(server)
 }
 
 /// Lets pages of these origins call. No cookies: a caller is known by its key.

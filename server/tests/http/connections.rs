@@ -2,15 +2,17 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use outrider_server::http::{Connections, Settings};
+use outrider_server::listen::{self, Endpoint, Listener};
 use serde_json::json;
 
 use crate::fake::{FakeBackend, held, stopped, token};
-use crate::server::{BODY_LIMIT_BYTES, Reply, TestServer};
+use crate::server::{BODY_LIMIT_BYTES, Connection, Reply, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -19,6 +21,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// More than what is thrown away of a body that nobody reads, and all that sockets hold.
 const MOST_THROWN_AWAY_BYTES: usize = 128 << 20;
+
+const LIVE: &str = "GET /livez HTTP/1.1\r\nhost: x\r\n\r\n";
+
+/// What the admin listener takes at the same time.
+const ADMIN_CONNECTIONS: usize = 256;
+
+const HALF_HEAD: &str = "GET / HTTP/1.1\r\nx: ";
 
 const MODELS: &str = "GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n";
 
@@ -41,7 +50,7 @@ fn hi() -> String {
 }
 
 /// All that comes until the server closes the connection.
-fn rest(stream: &mut TcpStream) -> String {
+fn rest(stream: &mut (impl Read + ?Sized)) -> String {
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
         Ok(_) => {}
@@ -53,7 +62,7 @@ fn rest(stream: &mut TcpStream) -> String {
 }
 
 /// The head of an answer, and nothing of what is behind it.
-fn head(stream: &mut TcpStream) -> String {
+fn head(stream: &mut (impl Read + ?Sized)) -> String {
     let mut answer = Vec::new();
     while !answer.ends_with(b"\r\n\r\n") {
         let mut byte = [0];
@@ -65,7 +74,7 @@ fn head(stream: &mut TcpStream) -> String {
 }
 
 /// An answer that has a length.
-fn answer(stream: &mut TcpStream) -> String {
+fn answer(stream: &mut (impl Read + ?Sized)) -> String {
     let mut answer = head(stream);
     let length = answer
         .lines()
@@ -98,12 +107,12 @@ fn a_later_head_that_does_not_arrive_in_time_ends_its_connection_and_a_rest_betw
 
     // It begins with the request before it, or after its answer.
     let mut together = connect(&server);
-    write!(together, "{MODELS}GET / HTTP/1.1\r\nx: ").unwrap();
+    write!(together, "{MODELS}{HALF_HEAD}").unwrap();
     assert!(answer(&mut together).starts_with("HTTP/1.1 200 "));
     let mut apart = connect(&server);
     apart.write_all(MODELS.as_bytes()).unwrap();
     assert!(answer(&mut apart).starts_with("HTTP/1.1 200 "));
-    apart.write_all(b"GET / HTTP/1.1\r\nx: ").unwrap();
+    apart.write_all(HALF_HEAD.as_bytes()).unwrap();
     // It may have come to its end by now.
     let _ = together.write_all(b"y");
     for stream in [&mut together, &mut apart] {
@@ -113,6 +122,83 @@ fn a_later_head_that_does_not_arrive_in_time_ends_its_connection_and_a_rest_betw
     // It has rested for longer than a head may take.
     resting.write_all(MODELS.as_bytes()).unwrap();
     assert!(answer(&mut resting).starts_with("HTTP/1.1 200 "));
+}
+
+/// The two kinds of listener that the admin interface can have.
+fn admin_listeners(dir: &Path) -> [Listener; 2] {
+    [
+        Endpoint::Tcp(([127, 0, 0, 1], 0).into()),
+        Endpoint::Unix(dir.join("admin.sock")),
+    ]
+    .map(|endpoint| listen::bind(&endpoint).unwrap())
+}
+
+#[test]
+fn half_a_head_ends_its_connection_to_the_admin_listener() {
+    let dir = tempfile::tempdir().unwrap();
+    for listener in admin_listeners(dir.path()) {
+        let connections = Connections {
+            header_timeout: Duration::from_secs(1),
+            ..Connections::default()
+        };
+        let server = TestServer::administered(TestServer::settings(), connections, listener);
+        let mut first = server.connect_admin();
+        first.write_all(HALF_HEAD.as_bytes()).unwrap();
+        let mut second = server.connect_admin();
+        second.write_all(LIVE.as_bytes()).unwrap();
+        assert!(answer(&mut *second).starts_with("HTTP/1.1 200 "));
+        second.write_all(HALF_HEAD.as_bytes()).unwrap();
+        assert_eq!(rest(&mut *second), "");
+        assert!(rest(&mut *first).starts_with("HTTP/1.1 408 "));
+    }
+}
+
+#[test]
+fn a_client_that_takes_no_answers_is_cut_off_from_the_admin_listener() {
+    let dir = tempfile::tempdir().unwrap();
+    for listener in admin_listeners(dir.path()) {
+        let settings = Settings {
+            write_timeout: Duration::from_millis(200),
+            ..TestServer::settings()
+        };
+        let server = TestServer::administered(settings, Connections::default(), listener);
+        let mut stream = server.connect_admin();
+        let error = loop {
+            if let Err(error) = stream.write_all(LIVE.repeat(1000).as_bytes()) {
+                break error;
+            }
+        };
+        assert!(
+            [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&error.kind()),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn idle_connections_of_one_listener_do_not_take_those_of_the_other() {
+    let connections = Connections {
+        max: 1,
+        ..Connections::default()
+    };
+    let server = TestServer::connected(FakeBackend::new(), TestServer::settings(), connections);
+    let ask = |stream: &mut dyn Connection, request: &str| {
+        stream.write_all(request.as_bytes()).unwrap();
+        assert!(answer(stream).starts_with("HTTP/1.1 200 "));
+    };
+    // As many as the admin listener takes; each has been accepted when it has had an answer.
+    let mut idle: Vec<_> = (0..ADMIN_CONNECTIONS)
+        .map(|_| {
+            let mut stream = server.connect_admin();
+            ask(&mut *stream, LIVE);
+            stream
+        })
+        .collect();
+    let mut only = server.connect();
+    ask(&mut *only, MODELS);
+    idle.pop();
+    ask(&mut *server.connect_admin(), LIVE);
+    ask(&mut *only, MODELS);
 }
 
 #[test]

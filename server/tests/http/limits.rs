@@ -91,11 +91,11 @@ fn a_first_head_that_does_not_arrive_in_time_ends_its_connection() {
 #[test]
 fn a_client_that_takes_none_of_its_answer_is_cut_off_and_its_completion_cancelled() {
     let (backend, senders) = held();
-    let connections = Connections {
+    let settings = Settings {
         write_timeout: Duration::from_millis(200),
-        ..Connections::default()
+        ..TestServer::settings()
     };
-    let server = TestServer::connected(backend, TestServer::settings(), connections);
+    let server = TestServer::with(backend, settings);
     let body = json!({"model": "fake", "prompt": "hi", "stream": true}).to_string();
     let mut stream = TcpStream::connect(server.address()).unwrap();
     write!(

@@ -1,7 +1,8 @@
 //! A server on real sockets, on ports of its own, and the client that talks to it.
 
-use std::io::{BufRead, BufReader, Read};
-use std::net::{SocketAddr, TcpListener};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,12 +11,20 @@ use actix_web::{rt, web};
 use outrider_server::audit::AuditLog;
 use outrider_server::http::{self, Connections, Settings, State, admin, backend::Backend};
 use outrider_server::lifecycle::{Drain, Latch, Startup};
-use outrider_server::listen::{self, Listener};
+use outrider_server::listen::{self, Endpoint, Listener};
 use serde_json::Value;
 
 use crate::fake::FakeBackend;
 
 pub const BODY_LIMIT_BYTES: usize = 96 << 10;
+
+/// Longest wait for what a connection has or takes, far above what it needs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A connection to either listener.
+pub trait Connection: Read + Write {}
+
+impl<T: Read + Write> Connection for T {}
 
 pub struct TestServer {
     pub state: web::Data<State>,
@@ -23,7 +32,7 @@ pub struct TestServer {
     pub startup: Arc<Startup>,
     pub drain: Arc<Drain>,
     address: SocketAddr,
-    admin_address: SocketAddr,
+    admin: Endpoint,
     handles: Vec<ServerHandle>,
 }
 
@@ -40,13 +49,19 @@ impl TestServer {
 
     /// A server with this model that holds its connections to this, ready.
     pub fn connected(backend: FakeBackend, settings: Settings, connections: Connections) -> Self {
-        Self::starting_with(backend, settings, connections, None).ready()
+        Self::starting_with(backend, settings, connections, None, local()).ready()
+    }
+
+    /// A server with this model that holds its connections to this and has its admin interface on this listener, ready.
+    pub fn administered(settings: Settings, connections: Connections, admin: Listener) -> Self {
+        Self::starting_with(FakeBackend::new(), settings, connections, None, admin).ready()
     }
 
     /// A server with this model and an audit log, ready.
     pub fn audited(backend: FakeBackend, audit: AuditLog) -> Self {
         let connections = Connections::default();
-        Self::starting_with(backend, Self::settings(), connections, Some(audit)).ready()
+        let settings = Self::settings();
+        Self::starting_with(backend, settings, connections, Some(audit), local()).ready()
     }
 
     fn ready(self) -> Self {
@@ -58,7 +73,8 @@ impl TestServer {
 
     /// A server whose model is in place but whose latches are open.
     pub fn starting(backend: FakeBackend) -> Self {
-        Self::starting_with(backend, Self::settings(), Connections::default(), None)
+        let connections = Connections::default();
+        Self::starting_with(backend, Self::settings(), connections, None, local())
     }
 
     /// The settings of servers that are started without.
@@ -76,6 +92,7 @@ impl TestServer {
         settings: Settings,
         connections: Connections,
         audit: Option<AuditLog>,
+        admin_listener: Listener,
     ) -> Self {
         let backend = Arc::new(backend);
         let startup = Arc::new(Startup::default());
@@ -84,17 +101,15 @@ impl TestServer {
         let state = web::Data::new(state);
         state.provide(backend.clone() as Arc<dyn Backend>);
         let listener = listen::bind_tcp(([127, 0, 0, 1], 0).into()).unwrap();
-        let admin_listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let admin_address = admin_listener.local_addr().unwrap();
+        let admin = admin_listener.endpoint().unwrap();
         let (sender, handles) = std::sync::mpsc::channel();
         let served = state.clone();
         std::thread::spawn(move || {
             rt::System::new().block_on(async move {
                 let server = http::serve(served.clone(), listener, &connections).unwrap();
-                let admin_listener = Listener::Tcp(admin_listener);
-                let (admin, _) =
-                    admin::serve(served, admin_listener, Duration::from_secs(60)).unwrap();
+                let (admin, _socket_file) =
+                    admin::serve(served, admin_listener, connections.header_timeout).unwrap();
                 sender.send(vec![server.handle(), admin.handle()]).unwrap();
                 rt::spawn(admin);
                 server.await.unwrap();
@@ -106,7 +121,7 @@ impl TestServer {
             startup,
             drain,
             address,
-            admin_address,
+            admin,
             handles: handles.recv().unwrap(),
         }
     }
@@ -115,11 +130,28 @@ impl TestServer {
         self.address
     }
 
+    fn admin_address(&self) -> SocketAddr {
+        match &self.admin {
+            Endpoint::Tcp(address) => *address,
+            Endpoint::Unix(path) => panic!("no address: {}", path.display()),
+        }
+    }
+
+    /// A connection to the OpenAI-compatible interface.
+    pub fn connect(&self) -> Box<dyn Connection> {
+        connect(&Endpoint::Tcp(self.address))
+    }
+
+    /// A connection to the admin interface.
+    pub fn connect_admin(&self) -> Box<dyn Connection> {
+        connect(&self.admin)
+    }
+
     /// Sends a request with these headers to either listener.
     pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Reply {
         let is_admin = !path.starts_with("/v1");
         let address = if is_admin {
-            self.admin_address
+            self.admin_address()
         } else {
             self.address
         };
@@ -140,7 +172,7 @@ impl TestServer {
     pub fn put_admin(&self, path: &str, content_type: &str, body: &str) -> Reply {
         Reply::of(
             agent()
-                .put(format!("http://{}{path}", self.admin_address))
+                .put(format!("http://{}{path}", self.admin_address()))
                 .header("content-type", content_type)
                 .send(body),
         )
@@ -150,7 +182,7 @@ impl TestServer {
     pub fn head(&self, path: &str) -> Reply {
         let is_admin = !path.starts_with("/v1");
         let address = if is_admin {
-            self.admin_address
+            self.admin_address()
         } else {
             self.address
         };
@@ -160,7 +192,7 @@ impl TestServer {
     pub fn admin(&self, path: &str) -> Reply {
         Reply::of(
             agent()
-                .get(format!("http://{}{path}", self.admin_address))
+                .get(format!("http://{}{path}", self.admin_address()))
                 .call(),
         )
     }
@@ -198,6 +230,27 @@ impl Drop for TestServer {
         for handle in &self.handles {
             // Sends the request to stop; the server's own thread carries it out.
             drop(handle.stop(false));
+        }
+    }
+}
+
+fn local() -> Listener {
+    listen::bind(&Endpoint::Tcp(([127, 0, 0, 1], 0).into())).unwrap()
+}
+
+fn connect(endpoint: &Endpoint) -> Box<dyn Connection> {
+    match endpoint {
+        Endpoint::Tcp(address) => {
+            let stream = TcpStream::connect(address).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_write_timeout(Some(PATIENCE)).unwrap();
+            Box::new(stream)
+        }
+        Endpoint::Unix(path) => {
+            let stream = UnixStream::connect(path).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_write_timeout(Some(PATIENCE)).unwrap();
+            Box::new(stream)
         }
     }
 }
