@@ -29,7 +29,7 @@ use course::{Callers, Course, Load};
 use tally::{Tally, client_cpu};
 use turns::Turns;
 
-/// Rounds, an even number, so that each server comes first as often; the median of their ratios counts.
+/// Rounds, an even number, so that each server gets each load as often; the median of their ratios counts.
 const ROUNDS: u32 = 6;
 /// More clients must not bring fewer tokens a second: from the first to the second of these.
 const FROM_TO: [usize; 2] = [4, 16];
@@ -102,7 +102,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         .set("serving.runtime.queue_timeout_ms", STUCK.as_millis())
         .set("serving.speculative.enabled", true);
     let sessions = [Session::start(&command)?, Session::start(&command)?];
-    if let Some(reason) = sessions[1].unavailable() {
+    if let Some(reason) = sessions.iter().find_map(Session::unavailable) {
         bail!("invalid: nothing is drafted: {reason}");
     }
     let traffic = Traffic::new(args.seed)?;
@@ -178,7 +178,7 @@ struct Rounds<'a> {
 }
 
 impl Rounds<'_> {
-    /// Runs all rounds of a comparison and hands over what each server answered; the throughput of the second server, of that of the first, in each.
+    /// Runs all rounds of a comparison and hands over what was answered to each load; the throughput of the second, of that of the first, in each.
     fn run(
         &mut self,
         loads: [Load; 2],
@@ -186,9 +186,18 @@ impl Rounds<'_> {
     ) -> anyhow::Result<Vec<f64>> {
         let mut ratios = Vec::new();
         for round in 0..ROUNDS {
-            let turns = Turns::begin(self.servers, round as usize % 2)?;
+            // Each server gets each load as often: no two processes are equally fast.
+            let is_swapped = round % 2 == 1;
+            let mut by_server = loads;
+            if is_swapped {
+                by_server.reverse();
+            }
+            let turns = Turns::begin(self.servers, round as usize / 2 % 2)?;
             let course = Course::new(self.next, self.limit);
-            let tallies = course.run(&self.callers, loads, &turns)?;
+            let mut tallies = course.run(&self.callers, by_server, &turns)?;
+            if is_swapped {
+                tallies.reverse();
+            }
             self.next += tallies[0].requests;
             let [first, second] = tallies.each_ref().map(Tally::tokens_per_second);
             let [of, to] = loads;
