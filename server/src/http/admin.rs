@@ -87,6 +87,7 @@ pub fn serve(
                 .app_data(prometheus.clone())
                 // The last one is the outermost.
                 .wrap(from_fn(head::check_admin))
+                .wrap(from_fn(requests::check_lines))
                 .wrap(from_fn(requests::track))
                 .configure(routes)
                 .default_service(web::to(not_found))

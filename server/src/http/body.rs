@@ -12,7 +12,6 @@ use serde_json::Value;
 use super::State;
 use super::error::ApiError;
 use super::fields::StrictJson;
-use super::requests::Requests;
 
 /// The bytes of a body that is declared as plain JSON, has at most `limit_bytes` and arrives in time.
 ///
@@ -54,10 +53,7 @@ pub async fn read(
     let limit = state.settings().body_timeout;
     let arrival = pin!(timeout(limit, payload.to_bytes_limited(limit_bytes)));
     match select(arrival, pin!(state.drain().begun())).await {
-        Either::Left((Ok(Ok(Ok(body))), _)) => {
-            Requests::read(request);
-            Ok(body)
-        }
+        Either::Left((Ok(Ok(Ok(body))), _)) => Ok(body),
         Either::Left((Ok(Ok(Err(_))), _)) => Err(ApiError::unreadable_body()),
         Either::Left((Ok(Err(_)), _)) => Err(ApiError::body_too_large(limit_bytes)),
         Either::Left((Err(_), _)) => Err(ApiError::body_timeout(limit)),

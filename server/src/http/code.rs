@@ -5,6 +5,8 @@ use actix_web::http::StatusCode;
 /// The cause of an error, as callers see it in `error.code`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Code {
+    /// The lines of the head do not end as they must.
+    InvalidHead,
     /// The body is not JSON.
     InvalidJson,
     /// The body did not arrive whole.
@@ -87,7 +89,8 @@ pub enum Code {
 
 impl Code {
     /// Every code, by status.
-    pub const ALL: [Self; 39] = [
+    pub const ALL: [Self; 40] = [
+        Self::InvalidHead,
         Self::InvalidJson,
         Self::UnreadableBody,
         Self::MissingParameter,
@@ -132,6 +135,7 @@ impl Code {
     /// The text in `error.code`; OpenAI's where OpenAI has one for the cause.
     pub fn as_str(self) -> &'static str {
         match self {
+            Self::InvalidHead => "invalid_request_head",
             Self::InvalidJson => "invalid_json",
             Self::UnreadableBody => "unreadable_body",
             Self::MissingParameter => "missing_required_parameter",

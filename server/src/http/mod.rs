@@ -16,6 +16,7 @@ mod connection;
 pub mod error;
 mod facts;
 mod fields;
+mod framing;
 mod generate;
 mod head;
 mod listener;
@@ -328,6 +329,7 @@ pub fn serve(
                 .wrap(from_fn(head::check))
                 .wrap(from_fn(authenticate::callers))
                 .wrap(Condition::new(!origins.is_empty(), cors(&origins)))
+                .wrap(from_fn(requests::check_lines))
                 .wrap(from_fn(access::observe))
                 .wrap(from_fn(requests::track))
                 .configure(routes)

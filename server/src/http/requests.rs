@@ -1,16 +1,20 @@
 //! What the application tells the stream below the HTTP library about the requests of its connection.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
-use actix_web::dev::{ServiceRequest, ServiceResponse};
+use actix_web::dev::{Payload, ServiceRequest, ServiceResponse};
+use actix_web::http::{Method, header};
 use actix_web::middleware::Next;
-use actix_web::{Error, HttpRequest};
+use actix_web::{Error, HttpMessage as _};
 use bytes::Bytes;
 
+use super::error::ApiError;
+use super::framing::{Body, Chunks};
 use super::rest::Rest;
 
 /// The requests of a connection.
@@ -19,66 +23,64 @@ pub struct Requests(Rc<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    begun: Cell<u64>,
+    /// Whether the head that the library was given last has line feeds without a carriage return before them.
+    has_bare_line_feed: Cell<bool>,
+    /// The body of a request that has begun, until the stream knows it.
+    begun: RefCell<Option<Body>>,
     is_in_flight: Cell<bool>,
-    /// Whether all of it has arrived.
-    is_read: Cell<bool>,
-    /// Whether something has arrived that is no part of it.
-    has_more: Cell<bool>,
+    /// Whether the library has been given what there was of its body when it began.
+    is_offered: Cell<bool>,
 }
 
-/// A request that is in flight until this is dropped.
-#[derive(Debug)]
-struct InFlight(Option<Requests>);
-
 impl Requests {
-    /// Those of the connection of this request, where it has any.
-    fn of(request: &HttpRequest) -> Option<&Self> {
-        request.conn_data()
+    /// Notes how the lines of the head end that the library is given.
+    pub fn end_head(&self, has_bare_line_feed: bool) {
+        self.0.has_bare_line_feed.set(has_bare_line_feed);
     }
 
-    fn begin(request: &HttpRequest) -> InFlight {
-        let requests = Self::of(request).cloned();
-        if let Some(Self(state)) = &requests {
-            state.begun.set(state.begun.get() + 1);
-            state.is_in_flight.set(true);
-            state.is_read.set(false);
-            state.has_more.set(false);
-        }
-        InFlight(requests)
+    /// The body of a request that has begun since this was asked last.
+    pub fn take_begun(&self) -> Option<Body> {
+        self.0.begun.take()
     }
 
-    /// Notes that all of a request has arrived.
-    pub fn read(request: &HttpRequest) {
-        if let Some(Self(state)) = Self::of(request) {
-            state.is_read.set(true);
-            state.has_more.set(false);
-        }
+    /// Notes that the library gets what there is of the body.
+    pub fn offer_body(&self) {
+        self.0.is_offered.set(true);
     }
 
-    /// Notes that something has arrived.
-    pub fn receive(&self) {
-        self.0.has_more.set(true);
-    }
-
-    /// How many have begun.
-    pub fn begun(&self) -> u64 {
-        self.0.begun.get()
-    }
-
-    /// Whether one has begun whose answer is not complete.
+    /// Whether a request has begun whose answer is not complete.
     pub fn is_in_flight(&self) -> bool {
         self.0.is_in_flight.get()
     }
+}
 
-    /// Whether one has arrived whole whose answer is not complete.
-    pub fn is_answering(&self) -> bool {
-        self.0.is_in_flight.get() && self.0.is_read.get()
+/// A request that is in flight until this is dropped.
+struct InFlight(Option<Requests>);
+
+impl InFlight {
+    fn begin(request: &mut ServiceRequest) -> Self {
+        let body = body_of(request);
+        let has_body = !body.is_complete();
+        let requests = request.conn_data::<Requests>().cloned();
+        if let Some(Requests(state)) = &requests {
+            state.begun.replace(Some(body));
+            state.is_in_flight.set(true);
+            state.is_offered.set(!has_body);
+        }
+        Self(requests)
     }
 
-    /// Whether the next one has begun to arrive.
-    pub fn is_arriving(&self) -> bool {
-        !self.0.is_in_flight.get() && self.0.has_more.get()
+    /// Returns when what came of the body together with the head has been passed on: an answer that does not wait for it would end the connection.
+    async fn body_offered(&self) {
+        let Some(Requests(state)) = &self.0 else {
+            return;
+        };
+        // The task of the connection, which polls this, has another turn for the body.
+        poll_fn(|_| match state.is_offered.get() {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        })
+        .await;
     }
 }
 
@@ -90,13 +92,34 @@ impl Drop for InFlight {
     }
 }
 
+/// The body of a request as the library reads it: what it can't read has not come this far.
+fn body_of(request: &mut ServiceRequest) -> Body {
+    if matches!(request.parts_mut().1, Payload::None) {
+        return Body::Sized(0);
+    }
+    let headers = request.headers();
+    let length = headers.get(header::CONTENT_LENGTH);
+    let length = length.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+    let is_tunnel = request.method() == Method::CONNECT
+        || headers
+            .get_all(header::UPGRADE)
+            .filter_map(|value| value.to_str().ok())
+            .any(|value| value.trim().eq_ignore_ascii_case("websocket"));
+    match length {
+        _ if headers.contains_key(header::TRANSFER_ENCODING) => Body::Chunked(Chunks::default()),
+        Some(length) if !is_tunnel => Body::Sized(length),
+        _ => Body::Endless,
+    }
+}
+
 /// Has the stream know of every request from its head to the last byte of its answer.
 pub async fn track(
     mut request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<BoxBody>, Error> {
-    let in_flight = Requests::begin(request.request());
+    let in_flight = InFlight::begin(&mut request);
     let rest = Rest::of(&mut request);
+    in_flight.body_offered().await;
     let response = next.call(request).await?;
     Ok(response.map_body(|_, body| {
         BoxBody::new(Tracked {
@@ -105,6 +128,18 @@ pub async fn track(
             _rest: rest,
         })
     }))
+}
+
+/// Lets a request pass whose lines end as they must: who reads a bare line feed in another way than this server sees other requests.
+pub async fn check_lines(
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<BoxBody>, Error> {
+    let requests = request.conn_data::<Requests>();
+    if requests.is_some_and(|Requests(state)| state.has_bare_line_feed.get()) {
+        return Ok(request.error_response(ApiError::bare_line_feed()));
+    }
+    Ok(next.call(request).await?.map_into_boxed_body())
 }
 
 /// A body that keeps its request in flight.

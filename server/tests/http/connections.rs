@@ -45,6 +45,16 @@ fn post(version: &str, head: &str, body: &str) -> String {
     )
 }
 
+/// The same with a body in chunks.
+fn chunked(body: &str) -> String {
+    let (start, end) = body.split_at(body.len() / 2);
+    format!(
+        "POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n{:x}\r\n{start}\r\n{:x};a=b\r\n{end}\r\n0\r\nx: y\r\n\r\n",
+        start.len(),
+        end.len()
+    )
+}
+
 fn hi() -> String {
     json!({"model": "fake", "prompt": "hi"}).to_string()
 }
@@ -105,19 +115,19 @@ fn a_later_head_that_does_not_arrive_in_time_ends_its_connection_and_a_rest_betw
     resting.write_all(body.as_bytes()).unwrap();
     assert!(answer(&mut resting).starts_with("HTTP/1.1 200 "));
 
-    // It begins with the request before it, or after its answer.
-    let mut together = connect(&server);
-    write!(together, "{MODELS}{HALF_HEAD}").unwrap();
-    assert!(answer(&mut together).starts_with("HTTP/1.1 200 "));
-    let mut apart = connect(&server);
-    apart.write_all(MODELS.as_bytes()).unwrap();
-    assert!(answer(&mut apart).starts_with("HTTP/1.1 200 "));
-    apart.write_all(HALF_HEAD.as_bytes()).unwrap();
-    // It may have come to its end by now.
-    let _ = together.write_all(b"y");
-    for stream in [&mut together, &mut apart] {
-        let answers = rest(stream);
-        assert!(!answers.contains("HTTP/1.1 4"), "{answers}");
+    // It begins with the request before it, with the end of that one's body, or after its answer.
+    let with_request = format!("{MODELS}{HALF_HEAD}");
+    let with_body = format!("{}{HALF_HEAD}", post("1.1", "", &hi()));
+    let with_chunks = format!("{}{HALF_HEAD}", chunked(&hi()));
+    for first in [with_request, with_body, with_chunks, MODELS.to_owned()] {
+        let mut stream = connect(&server);
+        stream.write_all(first.as_bytes()).unwrap();
+        let answer = answer(&mut stream);
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{first}: {answer}");
+        if !first.ends_with(HALF_HEAD) {
+            stream.write_all(HALF_HEAD.as_bytes()).unwrap();
+        }
+        assert_eq!(rest(&mut stream), "", "{first}");
     }
     // It has rested for longer than a head may take.
     resting.write_all(MODELS.as_bytes()).unwrap();
@@ -138,16 +148,15 @@ fn half_a_head_ends_its_connection_to_the_admin_listener() {
     let dir = tempfile::tempdir().unwrap();
     for listener in admin_listeners(dir.path()) {
         let connections = Connections {
-            header_timeout: Duration::from_secs(1),
+            header_timeout: Duration::from_millis(200),
             ..Connections::default()
         };
         let server = TestServer::administered(TestServer::settings(), connections, listener);
         let mut first = server.connect_admin();
         first.write_all(HALF_HEAD.as_bytes()).unwrap();
         let mut second = server.connect_admin();
-        second.write_all(LIVE.as_bytes()).unwrap();
+        write!(second, "{LIVE}{HALF_HEAD}").unwrap();
         assert!(answer(&mut *second).starts_with("HTTP/1.1 200 "));
-        second.write_all(HALF_HEAD.as_bytes()).unwrap();
         assert_eq!(rest(&mut *second), "");
         assert!(rest(&mut *first).starts_with("HTTP/1.1 408 "));
     }
@@ -199,6 +208,53 @@ fn idle_connections_of_one_listener_do_not_take_those_of_the_other() {
     idle.pop();
     ask(&mut *server.connect_admin(), LIVE);
     ask(&mut *only, MODELS);
+}
+
+#[test]
+fn a_head_whose_lines_end_with_a_line_feed_alone_is_refused_and_ends_its_connection() {
+    let server = TestServer::start(FakeBackend::new());
+    let body = post("1.1", "", &hi());
+    let chunks = chunked(&hi());
+    for (admin, request) in [
+        (false, MODELS),
+        (false, &*body),
+        (false, &*chunks),
+        (true, LIVE),
+    ] {
+        let connect = || match admin {
+            false => server.connect(),
+            true => server.connect_admin(),
+        };
+        let mut stream = connect();
+        // Two at once: where the first ends is understood.
+        write!(stream, "{request}\r\n{request}").unwrap();
+        for _ in 0..2 {
+            let answer = answer(&mut *stream);
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{request}: {answer}");
+        }
+        let (head, body) = request.split_once("\r\n\r\n").unwrap();
+        let (first_line, other_lines) = head.split_once("\r\n").unwrap();
+        for head in [
+            format!("{}\n\n", head.replace("\r\n", "\n")),
+            format!("{first_line}\n{other_lines}\r\n\r\n"),
+            format!("{head}\n\r\n"),
+            format!("{head}\r\n\n"),
+            format!("\n{head}\r\n\r\n"),
+        ] {
+            // On a connection that had another request before, and with one behind.
+            let mut stream = connect();
+            write!(stream, "{request}{head}{body}{request}").unwrap();
+            let before = answer(&mut *stream);
+            assert!(before.starts_with("HTTP/1.1 200 "), "{head:?}: {before}");
+            let refused = answer(&mut *stream);
+            assert!(refused.starts_with("HTTP/1.1 400 "), "{head:?}: {refused}");
+            assert!(refused.contains("\r\nconnection: close\r\n"), "{refused}");
+            assert!(refused.contains("\"invalid_request_head\""), "{refused}");
+            if body.is_empty() {
+                assert_eq!(rest(&mut *stream), "", "{head:?}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -286,6 +342,19 @@ fn a_body_that_nobody_reads_is_not_taken_for_ever_and_its_answer_is_seen() {
         assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
         let sent_bytes = flood.join().unwrap();
         assert!(sent_bytes < MOST_THROWN_AWAY_BYTES, "{sent_bytes}");
+    }
+}
+
+#[test]
+fn an_answer_that_does_not_wait_for_a_body_that_is_there_keeps_its_connection() {
+    let server = TestServer::start(FakeBackend::new());
+    let mut stream = connect(&server);
+    for request in [post("1.1", "", &hi()), chunked(&hi())] {
+        let request = request.replace(COMPLETIONS, "/v1/nothing");
+        stream.write_all(request.as_bytes()).unwrap();
+        let answer = answer(&mut stream);
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+        assert!(!answer.contains("connection: close"), "{answer}");
     }
 }
 
