@@ -22,7 +22,7 @@ use crate::Error;
 use crate::tree::{Content, Mode, Node, Tree};
 
 /// Level of the zstd encoder; part of what makes the bytes of a layer.
-pub const ZSTD_LEVEL: i32 = 12;
+pub const ZSTD_LEVEL: i32 = 9;
 
 /// Level of the gzip encoder; part of what makes the bytes of a layer.
 pub const GZIP_LEVEL: u32 = 9;
