@@ -11,6 +11,7 @@ mod turns;
 
 pub use report::{Cell, Growth, Report, Side};
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -106,14 +107,14 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         bail!("invalid: nothing is drafted: {reason}");
     }
     let traffic = Traffic::new(args.seed)?;
-    let callers = |session: &'_ Session| {
+    let client_of = |session: &Session| {
         let options = ClientOptions {
             timeout: STUCK,
             ..ClientOptions::default()
         };
         Client::new(&session.process().endpoint(), options)
     };
-    let callers = [callers(&sessions[0])?, callers(&sessions[1])?].map(|client| Callers {
+    let callers = [client_of(&sessions[0])?, client_of(&sessions[1])?].map(|client| Callers {
         client,
         model: sessions[0].model(),
         traffic: &traffic,
@@ -147,10 +148,16 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     if FROM_TO.iter().all(|clients| args.clients.contains(clients)) {
         for drafting in [false, true] {
             let loads = FROM_TO.map(|clients| Load { clients, drafting });
-            let round_ratios = rounds.run(loads, drop)?;
+            let mut errors = BTreeMap::new();
+            let round_ratios = rounds.run(loads, |tallies| {
+                for (code, count) in tallies.into_iter().flat_map(|tally| tally.errors) {
+                    *errors.entry(code).or_default() += count;
+                }
+            })?;
             growth.push(Growth {
                 from_to: FROM_TO,
                 drafting,
+                errors,
                 round_ratios,
             });
         }

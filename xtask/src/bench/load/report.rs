@@ -59,6 +59,8 @@ pub struct Growth {
     pub from_to: [usize; 2],
     /// Whether answers were drafted.
     pub drafting: bool,
+    /// Requests without an answer, by code.
+    pub errors: BTreeMap<String, u64>,
     /// Throughput of the second, of that of the first, in each round.
     pub round_ratios: Vec<f64>,
 }
@@ -247,6 +249,11 @@ impl Report {
             }
         }
         for growth in &self.growth {
+            for (code, count) in &growth.errors {
+                failed.push(format!(
+                    "{growth}, but {count} requests ended with {code}, allowed is none"
+                ));
+            }
             if growth.ratio() < 1.0 {
                 failed.push(format!("{growth}, required is 1"));
             }
@@ -343,6 +350,7 @@ mod tests {
         Growth {
             from_to: [4, 16],
             drafting,
+            errors: BTreeMap::new(),
             round_ratios: round_ratios.to_vec(),
         }
     }
@@ -396,7 +404,8 @@ mod tests {
             (4, side(100, 1.0, &["stuck"]), side(100, 1.1, &[])),
             (16, side(100, 2.0, &[]), side(99, 1.0, &[])),
         ];
-        let growth = vec![growth(false, &[0.99, 1.2, 0.98]), growth(true, &[1.0])];
+        let mut growth = vec![growth(false, &[0.99, 1.2, 0.98]), growth(true, &[1.0])];
+        growth[1].errors.insert("stuck".to_owned(), 2);
         insta::assert_snapshot!(report(cells, growth).failed_checks().join("\n"));
     }
 

@@ -2,7 +2,7 @@
 //!
 //! The speed of a shared machine changes within a second by more than what is to be measured, so sides that are measured one after the other meet
 //! two machines. Here the one whose turn it is not is stopped by a signal, its clients waiting, and the turns are far shorter than those changes.
-//! A step that is stopped in its middle looks long to its server: about one in the steps of a turn, to both servers alike.
+//! A step that is stopped in its middle looks long to its server: at most one in each turn, to both servers alike.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
