@@ -52,6 +52,9 @@ impl From<Failure> for ExitCode {
 }
 
 fn main() -> ExitCode {
+    if let Err(error) = runtime::disable_telemetry() {
+        return fail(Failure::Internal, error);
+    }
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {

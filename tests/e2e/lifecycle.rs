@@ -1,4 +1,4 @@
-//! How a real server goes down while it works: what a stop, a second one and a reload do to a stream that is running.
+//! How a real server goes down while it works, what a stop does to a stream that is running, and what a server leaves behind.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::Duration;
@@ -110,5 +110,36 @@ pub fn a_stop_lets_a_stream_come_to_its_end(_: &Servers) -> anyhow::Result<()> {
     let record = record(&server.log())?;
     ensure!(record["status"] == 200, "{record}");
     ensure!(record["completion_tokens"] == STREAM_TOKENS, "{record}");
+    Ok(())
+}
+
+pub fn nothing_is_reported_to_the_makers_of_the_runtime_or_kept_for_them(
+    _: &Servers,
+) -> anyhow::Result<()> {
+    let home = outrider_tests::fixtures::scratch_dir()?;
+    let mut command = servers::command(Precision::Int8)?
+        .set("serving.runtime.context_tokens", 512)
+        .set("serving.runtime.max_concurrency", 2);
+    let server = std::mem::replace(&mut command.binary, "env".into());
+    // ONNX Runtime reports nothing where it takes itself to be under test.
+    let environment = "-u CI -u GITHUB_ACTIONS -u TF_BUILD -u XDG_CACHE_HOME";
+    command.arguments = environment.split(' ').map(Into::into).collect();
+    let mut set = std::ffi::OsString::from("HOME=");
+    set.push(home.path());
+    command.arguments.extend([
+        set,
+        "ORT_DISABLE_TELEMETRY=0".into(),
+        server.into_os_string(),
+    ]);
+    let server = command.start_ready(DEADLINE)?;
+    drop(open_stream(&server)?);
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", server.id()))?;
+    ensure!(maps.contains("libonnxruntime"), "{maps}");
+    let status = server.stop(DEADLINE)?;
+    ensure!(status.success(), "{status}");
+    let left: Vec<_> = std::fs::read_dir(home.path())?
+        .map(|entry| Ok(entry?.file_name()))
+        .collect::<std::io::Result<_>>()?;
+    ensure!(left.is_empty(), "in the home directory: {left:?}");
     Ok(())
 }

@@ -85,6 +85,7 @@ fn main() -> ExitCode {
         lifecycle::{
             a_stop_tells_the_stream_that_it_cuts_off_and_logs_its_tokens,
             a_stop_lets_a_stream_come_to_its_end,
+            nothing_is_reported_to_the_makers_of_the_runtime_or_kept_for_them,
         },
         measures::{
             int8_perplexity_is_within_three_percent_of_fp32,

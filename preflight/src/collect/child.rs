@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, raise};
+use outrider_server::model::runtime::{NO_TELEMETRY, TELEMETRY_VARIABLE};
 
 /// Between two looks whether a child has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -66,6 +67,7 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<String
     };
     let mut child = Command::new(program)
         .args(arguments)
+        .env(TELEMETRY_VARIABLE, NO_TELEMETRY)
         // Its end tells the child that nobody waits any more, see [`end_with_parent`].
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -2,15 +2,16 @@
 //!
 //! ONNX Runtime allows one environment per process, and `ort` loads one library per process.
 //! Both are made here, once, and kept until the process ends.
-//! This module refuses libraries that are too old for the operators our graphs use; it knows nothing of models or sessions.
+//! This module refuses libraries that are too old for the operators our graphs use, and to load one that would report to its makers;
+//! it knows nothing of models or sessions.
 
 #![expect(
     unsafe_code,
-    reason = "reading the version of a shared library before it is trusted"
+    reason = "reading the version of a shared library before it is trusted, and an environment variable that it reads"
 )]
 
 use std::{
-    ffi::{CStr, c_char},
+    ffi::{CStr, OsString, c_char},
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, OnceLock},
 };
@@ -24,8 +25,20 @@ use ort::{
 /// before it, `Attention` with `nonpad_kv_seqlen` aligns the causal mask differently.
 pub const MINIMUM_VERSION: (u32, u32) = (1, 31);
 
+/// Environment variable with which ONNX Runtime reports nothing, see "Privacy" in its documentation.
+///
+/// Official builds for Linux report what is loaded and how fast it runs to their makers, and keep what they could not send in the home directory.
+/// The switch in the library's interface comes too late: the environment that it is a part of has reported its own beginning by then.
+pub const TELEMETRY_VARIABLE: &str = "ORT_DISABLE_TELEMETRY";
+
+/// The value of [`TELEMETRY_VARIABLE`] that turns it off.
+pub const NO_TELEMETRY: &str = "1";
+
 /// Environment variable that names the ONNX Runtime library the tests use.
 pub const TEST_LIBRARY_VARIABLE: &str = "OUTRIDER_ONNXRUNTIME_LIBRARY";
+
+/// Has an entry for each thread of the process that reads it, see proc_pid_task(5).
+const TASKS: &str = "/proc/self/task";
 
 /// Where `cargo xtask fetch` puts the library, relative to the workspace root.
 const STORE_LIBRARY: &str = ".outrider/store/onnxruntime-1.31.1/libonnxruntime.so.1.31.1";
@@ -63,6 +76,24 @@ pub enum RuntimeError {
         /// The version it reports.
         version: String,
     },
+    /// The library would report to its makers.
+    #[error(
+        "{TELEMETRY_VARIABLE} is {}; onnxruntime is loaded only where it is {NO_TELEMETRY}, since it sends reports to its makers otherwise",
+        value.as_ref().map_or("not set".into(), |value| value.to_string_lossy())
+    )]
+    Telemetry {
+        /// The value of the environment variable.
+        value: Option<OsString>,
+    },
+    /// The environment can't be changed any more, since other threads may read it.
+    #[error("{TELEMETRY_VARIABLE} can't be set in a process with {threads} threads")]
+    TooLate {
+        /// How many there are.
+        threads: usize,
+    },
+    /// The number of this process's threads can't be read.
+    #[error("cannot count the threads of this process in {TASKS}")]
+    Threads(#[source] std::io::Error),
     /// Another library was loaded earlier in this process.
     #[error("this process already uses the onnxruntime library {}; {} cannot be loaded as well", loaded.display(), path.display())]
     OtherLibraryLoaded {
@@ -98,6 +129,23 @@ struct Loaded {
     path: PathBuf,
     intra_op_threads: usize,
     environment: Environment,
+}
+
+/// Has ONNX Runtime report nothing to its makers, whatever the environment says. To be called before there is a second thread.
+///
+/// # Errors
+///
+/// There is one already.
+pub fn disable_telemetry() -> Result<(), RuntimeError> {
+    let threads = std::fs::read_dir(TASKS)
+        .map_err(RuntimeError::Threads)?
+        .count();
+    if threads != 1 {
+        return Err(RuntimeError::TooLate { threads });
+    }
+    // SAFETY: the environment must not be changed while another thread reads it, and there is no other thread.
+    unsafe { std::env::set_var(TELEMETRY_VARIABLE, NO_TELEMETRY) };
+    Ok(())
 }
 
 /// The file that a path of a library leads to; nothing of it is read.
@@ -191,6 +239,10 @@ pub fn library_for_tests() -> PathBuf {
 }
 
 fn load(path: PathBuf, intra_op_threads: usize) -> Result<Loaded, RuntimeError> {
+    let value = std::env::var_os(TELEMETRY_VARIABLE);
+    if value.as_deref() != Some(NO_TELEMETRY.as_ref()) {
+        return Err(RuntimeError::Telemetry { value });
+    }
     let version = library_version(&path)?;
     if !is_supported(&version) {
         return Err(RuntimeError::TooOld { path, version });
