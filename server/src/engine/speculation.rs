@@ -403,19 +403,18 @@ impl Speculation {
         parts: impl Iterator<Item = Part<'s>>,
         taps: Taps<'_>,
     ) -> Duration {
+        let started = Instant::now();
         let (mut batch, mut members) = self.gather(first_slot, parts, taps);
         let slots = batch.rows.len();
         let Some(taps) = narrow(&mut batch, &mut members, taps) else {
             return Duration::ZERO;
         };
-        let started = Instant::now();
-        let outcome = self.run_draft(&batch, &members, taps);
-        let elapsed = started.elapsed();
-        match outcome {
+        match self.run_draft(&batch, &members, taps) {
             Ok(()) => {
                 let drafted = self.take_proposals(&batch, members);
                 if drafted && taps.width <= self.block_size {
-                    self.policy.record_draft(slots, elapsed.as_secs_f64());
+                    self.policy
+                        .record_draft(slots, started.elapsed().as_secs_f64());
                 }
             }
             Err(fault) => {
@@ -427,7 +426,7 @@ impl Speculation {
                 self.breaker.record_failure(fault);
             }
         }
-        elapsed
+        started.elapsed()
     }
 
     /// Makes the batch of a draft pass; as long as none of its sequences needs it yet, their taps are put by instead.

@@ -474,8 +474,9 @@ impl Stepper {
                 let slots_in_pass = batch.rows.len();
                 let width = width.unwrap_or(0);
                 metrics::histogram!("outrider_step_width_tokens").record(width as f64);
+                // With what was chosen from its rows, of which a wide pass has more.
                 self.speculation
-                    .record_target(slots_in_pass, width, elapsed);
+                    .record_target(slots_in_pass, width, started.elapsed());
                 let running = slots.iter().filter_map(|&slot| self.slots.sequence(slot));
                 self.speculation.plan(slots_in_pass, running);
             }
