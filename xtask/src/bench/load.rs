@@ -15,9 +15,12 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure};
+use anyhow::{Context as _, bail, ensure};
+use nix::sys::signal::Signal;
 use outrider_bundle::manifest::Precision;
 use outrider_verify::client::{Client, ClientOptions};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::build;
 use crate::output::OutputDir;
@@ -30,12 +33,14 @@ use course::{Callers, Course, Load};
 use tally::{Tally, client_cpu};
 use turns::Turns;
 
-/// Rounds, an even number, so that each server gets each load as often; the median of their ratios counts.
-const ROUNDS: u32 = 6;
+/// Pairs of rounds. No two processes are equally fast, so the servers change places within each; the median of the pairs counts.
+const PAIRS: u32 = 3;
 /// More clients must not bring fewer tokens a second: from the first to the second of these.
 const FROM_TO: [usize; 2] = [4, 16];
 /// An answer that is not there after this is stuck.
 const STUCK: Duration = Duration::from_secs(300);
+/// Above it, an exit code names the signal that ended a process.
+const SIGNALLED: i32 = 128;
 /// Requests to each server before the first measurement: the first ones after a start pay for pages of memory that no later one pays for.
 const WARM_UP_REQUESTS: u64 = 4;
 
@@ -106,6 +111,8 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     if let Some(reason) = sessions.iter().find_map(Session::unavailable) {
         bail!("invalid: nothing is drafted: {reason}");
     }
+    let servers = sessions.each_ref().map(|it| it.process().signaller());
+    end_when_interrupted(servers)?;
     let traffic = Traffic::new(args.seed)?;
     let client_of = |session: &Session| {
         let options = ClientOptions {
@@ -129,8 +136,8 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     }
     let mut rounds = Rounds {
         callers,
-        servers: sessions.each_ref().map(|it| it.process().signaller()),
-        limit: Duration::from_secs(args.seconds) / ROUNDS,
+        servers,
+        limit: Duration::from_secs(args.seconds) / (2 * PAIRS),
         next: WARM_UP_REQUESTS,
     };
     let (cpu, began) = (client_cpu()?, Instant::now());
@@ -138,7 +145,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     for &clients in &args.clients {
         let mut cell = Cell::new(clients);
         let loads = [false, true].map(|drafting| Load { clients, drafting });
-        cell.round_ratios = rounds.run(loads, |[off, on]| {
+        cell.pair_ratios = rounds.run(loads, |[off, on]| {
             cell.off.add(off);
             cell.on.add(on);
         })?;
@@ -149,7 +156,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
         for drafting in [false, true] {
             let loads = FROM_TO.map(|clients| Load { clients, drafting });
             let mut errors = BTreeMap::new();
-            let round_ratios = rounds.run(loads, |tallies| {
+            let pair_ratios = rounds.run(loads, |tallies| {
                 for (code, count) in tallies.into_iter().flat_map(|tally| tally.errors) {
                     *errors.entry(code).or_default() += count;
                 }
@@ -158,7 +165,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
                 from_to: FROM_TO,
                 drafting,
                 errors,
-                round_ratios,
+                pair_ratios,
             });
         }
     }
@@ -174,6 +181,20 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     ))
 }
 
+/// Has an interrupt end the servers with this process: one that is stopped takes no notice of its own.
+fn end_when_interrupted(servers: [Signaller; 2]) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot catch signals")?;
+    std::thread::spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            for server in servers {
+                let _ = server.send(Signal::SIGKILL);
+            }
+            std::process::exit(SIGNALLED + signal);
+        }
+    });
+    Ok(())
+}
+
 /// Rounds over the same two servers.
 struct Rounds<'a> {
     callers: [Callers<'a>; 2],
@@ -185,37 +206,51 @@ struct Rounds<'a> {
 }
 
 impl Rounds<'_> {
-    /// Runs all rounds of a comparison and hands over what was answered to each load; the throughput of the second, of that of the first, in each.
+    /// Runs a comparison and hands over what was answered to each load in each round; the throughput of the second load, of that of the first, in each pair.
     fn run(
         &mut self,
         loads: [Load; 2],
         mut answered: impl FnMut([Tally; 2]),
     ) -> anyhow::Result<Vec<f64>> {
+        let [of, to] = loads;
         let mut ratios = Vec::new();
-        for round in 0..ROUNDS {
-            // Each server gets each load as often: no two processes are equally fast.
-            let is_swapped = round % 2 == 1;
-            let mut by_server = loads;
-            if is_swapped {
-                by_server.reverse();
-            }
-            let turns = Turns::begin(self.servers, round as usize / 2 % 2)?;
-            let course = Course::new(self.next, self.limit);
-            let mut tallies = course.run(&self.callers, by_server, &turns)?;
-            if is_swapped {
-                tallies.reverse();
-            }
-            self.next += tallies[0].requests;
-            let [first, second] = tallies.each_ref().map(Tally::tokens_per_second);
-            let [of, to] = loads;
+        for pair in 0..PAIRS {
+            let first = pair as usize % 2;
+            let rounds = [
+                self.round(loads, false, first)?,
+                self.round(loads, true, first)?,
+            ];
+            let of_round = |[of, to]: &[Tally; 2]| to.tokens_per_second() / of.tokens_per_second();
+            let [one, other] = rounds.each_ref().map(of_round);
+            let ratio = (one * other).sqrt();
             eprintln!(
-                "round {} of {ROUNDS}, {to} against {of}: {:.3}",
-                round + 1,
-                second / first
+                "pair {} of {PAIRS}, {to} against {of}: {one:.3} and {other:.3}, together {ratio:.3}",
+                pair + 1
             );
-            ratios.push(second / first);
-            answered(tallies);
+            ratios.push(ratio);
+            rounds.into_iter().for_each(&mut answered);
         }
         Ok(ratios)
+    }
+
+    /// Runs both loads at once, the first one on the first server unless they are swapped, beginning with the turn of server `first`.
+    fn round(
+        &mut self,
+        loads: [Load; 2],
+        is_swapped: bool,
+        first: usize,
+    ) -> anyhow::Result<[Tally; 2]> {
+        let mut by_server = loads;
+        if is_swapped {
+            by_server.reverse();
+        }
+        let turns = Turns::begin(self.servers, first)?;
+        let course = Course::new(self.next, self.limit);
+        let mut tallies = course.run(&self.callers, by_server, &turns)?;
+        if is_swapped {
+            tallies.reverse();
+        }
+        self.next += tallies[0].requests;
+        Ok(tallies)
     }
 }

@@ -8,14 +8,14 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::tally::Tally;
-use super::{Args, ROUNDS};
+use super::{Args, PAIRS};
 use crate::bench::median;
 use crate::build::Profile;
 use crate::machine::Machine;
 use crate::session::Session;
 
 /// Version of the JSON form.
-const SCHEMA_VERSION: u32 = 2;
+const SCHEMA_VERSION: u32 = 3;
 /// Least throughput with drafting on, of that with drafting off.
 const LEAST_RATIO: f64 = 0.97;
 
@@ -42,8 +42,8 @@ pub struct Report {
     pub seconds: u64,
     /// Which requests were drawn.
     pub seed: u64,
-    /// Rounds that the requests were divided into.
-    pub rounds: u32,
+    /// Pairs of rounds that the requests were divided into.
+    pub pairs: u32,
     /// Processors that the clients took, on average.
     pub client_processors: f64,
     /// Each number of clients.
@@ -61,8 +61,8 @@ pub struct Growth {
     pub drafting: bool,
     /// Requests without an answer, by code.
     pub errors: BTreeMap<String, u64>,
-    /// Throughput of the second, of that of the first, in each round.
-    pub round_ratios: Vec<f64>,
+    /// Throughput of the second, of that of the first, in each pair of rounds.
+    pub pair_ratios: Vec<f64>,
 }
 
 /// One number of clients.
@@ -74,8 +74,8 @@ pub struct Cell {
     pub off: Side,
     /// With drafting.
     pub on: Side,
-    /// Throughput with drafting, of that without, in each round.
-    pub round_ratios: Vec<f64>,
+    /// Throughput with drafting, of that without, in each pair of rounds.
+    pub pair_ratios: Vec<f64>,
 }
 
 /// One side of a cell. Latencies are those of streams.
@@ -151,7 +151,7 @@ impl Cell {
             clients,
             off: Side::default(),
             on: Side::default(),
-            round_ratios: Vec::new(),
+            pair_ratios: Vec::new(),
         }
     }
 
@@ -159,16 +159,16 @@ impl Cell {
         [("off", &self.off), ("on", &self.on)]
     }
 
-    /// Throughput with drafting, of that without: the median of the rounds.
+    /// Throughput with drafting, of that without: the median of the pairs.
     pub fn ratio(&self) -> f64 {
-        median(&self.round_ratios)
+        median(&self.pair_ratios)
     }
 }
 
 impl Growth {
-    /// The median of the rounds.
+    /// The median of the pairs.
     fn ratio(&self) -> f64 {
-        median(&self.round_ratios)
+        median(&self.pair_ratios)
     }
 }
 
@@ -212,7 +212,7 @@ impl Report {
             },
             seconds: args.seconds,
             seed: args.seed,
-            rounds: ROUNDS,
+            pairs: PAIRS,
             client_processors,
             cells,
             growth,
@@ -311,8 +311,8 @@ impl fmt::Display for Report {
         }
         write!(
             f,
-            "\ntwo servers in turn; latencies are p50 / p99 of streams, ratios are medians of {} rounds",
-            self.rounds
+            "\ntwo servers in turn; latencies are p50 / p99 of streams, ratios are medians of {} pairs of rounds, between which the servers change places",
+            self.pairs
         )?;
         for growth in &self.growth {
             write!(f, "\n{growth}")?;
@@ -346,12 +346,12 @@ mod tests {
         side
     }
 
-    fn growth(drafting: bool, round_ratios: &[f64]) -> Growth {
+    fn growth(drafting: bool, pair_ratios: &[f64]) -> Growth {
         Growth {
             from_to: [4, 16],
             drafting,
             errors: BTreeMap::new(),
-            round_ratios: round_ratios.to_vec(),
+            pair_ratios: pair_ratios.to_vec(),
         }
     }
 
@@ -371,12 +371,12 @@ mod tests {
             profile: "dev",
             seconds: 60,
             seed: 1,
-            rounds: ROUNDS,
+            pairs: PAIRS,
             client_processors: 0.04,
             cells: cells
                 .into_iter()
                 .map(|(clients, off, on)| Cell {
-                    round_ratios: vec![on.tokens_per_second / off.tokens_per_second],
+                    pair_ratios: vec![on.tokens_per_second / off.tokens_per_second],
                     clients,
                     off,
                     on,
