@@ -231,7 +231,7 @@ pub const KEYS: &[Key] = &[
             max: 3600000,
         },
         default: Default::Value("30000"),
-        help: "A client that takes none of its answer for this long is cut off.",
+        help: "A client that takes none of its answer for this long is cut off, and over TCP one that takes so little that its receive window stays closed.",
     },
     Key {
         path: "serving.speculative.enabled",
