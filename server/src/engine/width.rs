@@ -34,8 +34,8 @@ const NOTICEABLE_RISE: f64 = 0.04;
 /// Width that is tried first: wide enough to learn about acceptance, narrow enough to cost little.
 const TRIAL_WIDTH: usize = 4;
 
-/// Share by which a width must be better than plain steps to be taken.
-const LEAST_GAIN: f64 = 0.02;
+/// Share by which a width must be better than plain steps to be taken: wide steps take longer, so that tokens come less evenly.
+const LEAST_GAIN: f64 = 0.05;
 
 /// Weight of a new sample of the overall speed.
 const SCALE_WEIGHT: f64 = 0.2;
@@ -368,7 +368,7 @@ impl WidthPolicy {
         let best = best_gain(worth, reachable)
             .filter(|(_, gain)| *gain > 1.0 + LEAST_GAIN)
             .map_or(1, |(width, _)| width);
-        let drafting_value = best_gain(potential, reachable).map_or(0.0, |(_, gain)| gain);
+        let (promising, drafting_value) = best_gain(potential, reachable).unwrap_or((trial, 0.0));
         if drafting_value > 1.0 + LEAST_GAIN {
             prices.exploration_steps = EXPLORATION_STEPS;
             prices.plain_steps = 0;
@@ -400,7 +400,7 @@ impl WidthPolicy {
                 (2 * prices.exploration_steps).min(longest)
             };
             prices.drafting_value = drafting_value;
-            return trial;
+            return promising;
         }
         [1, best - 1, best + 1]
             .into_iter()

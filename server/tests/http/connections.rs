@@ -9,6 +9,10 @@ use std::time::Duration;
 
 use outrider_server::http::{Connections, Settings};
 use outrider_server::listen::{self, Endpoint, Listener};
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::TestRunner;
+use proptest::collection;
 use serde_json::json;
 
 use crate::fake::{FakeBackend, held, stopped, token};
@@ -254,6 +258,106 @@ fn a_head_whose_lines_end_with_a_line_feed_alone_is_refused_and_ends_its_connect
                 assert_eq!(rest(&mut *stream), "", "{head:?}");
             }
         }
+    }
+}
+
+/// A request whose answer does not depend on how it arrives.
+#[derive(Clone, Copy, Debug)]
+enum Sort {
+    Models,
+    HeadOfModels,
+    Nothing,
+    Sized,
+    Chunked,
+    Streamed,
+    NoJson,
+}
+
+impl Sort {
+    const ALL: [Self; 7] = [
+        Self::Models,
+        Self::HeadOfModels,
+        Self::Nothing,
+        Self::Sized,
+        Self::Chunked,
+        Self::Streamed,
+        Self::NoJson,
+    ];
+
+    /// The request with this identifier, and the status of its answer.
+    fn request(self, id: &str) -> (String, u16) {
+        let streamed = json!({"model": "fake", "prompt": "hi", "stream": true}).to_string();
+        let (request, status) = match self {
+            Self::Models => (MODELS.to_owned(), 200),
+            Self::HeadOfModels => (MODELS.replace("GET", "HEAD"), 200),
+            Self::Nothing => (MODELS.replace("models", "nothing"), 404),
+            Self::Sized => (post("1.1", "", &hi()), 200),
+            Self::Chunked => (chunked(&hi()), 200),
+            Self::Streamed => (post("1.1", "", &streamed), 200),
+            Self::NoJson => (post("1.1", "", "\r\n\r\nGET / HTTP/1.1\r\n\r\n"), 400),
+        };
+        let named = format!("host: x\r\nx-request-id: {id}\r\n");
+        (request.replacen("host: x\r\n", &named, 1), status)
+    }
+
+    /// Reads its answer: the head, after which the next answer begins.
+    fn answer(self, stream: &mut dyn Connection) -> String {
+        match self {
+            Self::HeadOfModels => head(stream),
+            Self::Streamed => {
+                let head = head(stream);
+                let mut chunks = Vec::new();
+                while !chunks.ends_with(b"\r\n0\r\n\r\n") {
+                    let mut byte = [0];
+                    stream.read_exact(&mut byte).unwrap();
+                    chunks.extend_from_slice(&byte);
+                }
+                head
+            }
+            _ => answer(stream),
+        }
+    }
+}
+
+#[test]
+fn requests_of_any_sort_are_answered_in_turn_in_whatever_pieces_they_come() {
+    let server = TestServer::start(FakeBackend::new());
+    let requests = collection::vec((select(&Sort::ALL[..]), any::<bool>()), 1..8);
+    let pieces = collection::vec(1usize..600, 1..20);
+    let result = TestRunner::new(ProptestConfig::with_cases(200)).run(
+        &(requests, pieces),
+        |(requests, pieces)| {
+            let mut sent = String::new();
+            let mut expected = Vec::new();
+            for (number, (sort, has_empty_line)) in requests.into_iter().enumerate() {
+                let id = format!("request-{number}");
+                let (request, status) = sort.request(&id);
+                sent.push_str(if has_empty_line { "\r\n" } else { "" });
+                sent.push_str(&request);
+                expected.push((sort, status, id));
+            }
+            let mut stream = server.connect();
+            let mut bytes = sent.as_bytes();
+            for piece_bytes in pieces {
+                let (piece, others) = bytes.split_at(piece_bytes.min(bytes.len()));
+                stream.write_all(piece).unwrap();
+                bytes = others;
+            }
+            stream.write_all(bytes).unwrap();
+            for (sort, status, id) in expected {
+                let head = sort.answer(&mut *stream);
+                prop_assert!(
+                    head.starts_with(&format!("HTTP/1.1 {status} ")),
+                    "{sort:?}: {head}"
+                );
+                let id = format!("x-request-id: {id}\r\n");
+                prop_assert!(head.contains(&id), "{sort:?}: {head}");
+            }
+            Ok(())
+        },
+    );
+    if let Err(error) = result {
+        panic!("{error}");
     }
 }
 
