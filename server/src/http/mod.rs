@@ -327,9 +327,9 @@ pub fn serve(
                 .app_data(state.clone())
                 // The last one is the outermost.
                 .wrap(from_fn(head::check))
+                .wrap(from_fn(requests::check_lines))
                 .wrap(from_fn(authenticate::callers))
                 .wrap(Condition::new(!origins.is_empty(), cors(&origins)))
-                .wrap(from_fn(requests::check_lines))
                 .wrap(from_fn(access::observe))
                 .wrap(from_fn(requests::track))
                 .configure(routes)

@@ -1,5 +1,6 @@
 //! Keys of callers and tokens of operators.
 
+use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use outrider_server::audit::AuditLog;
@@ -89,6 +90,22 @@ fn without_a_known_key_nothing_is_answered() {
     }
     insta::assert_snapshot!(Vec::from_iter(answers).concat());
     assert!(server.backend.requests().is_empty());
+}
+
+#[test]
+fn a_key_is_asked_for_before_a_head_is_judged_and_the_connection_ends_either_way() {
+    let server = TestServer::with(FakeBackend::new(), settings());
+    let alice = format!("authorization: {}\n", bearer(ALICE));
+    for (authorization, status) in [("", "401"), (&alice, "400")] {
+        let mut stream = server.connect();
+        let head = format!("GET /v1/models HTTP/1.1\nhost: x\n{authorization}\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{answer}");
+        assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
+    }
 }
 
 #[test]
