@@ -144,7 +144,11 @@ pub enum Chunks {
         bytes: u64,
         /// Whether only digits have come.
         is_in_digits: bool,
+        /// Whether the last byte was a carriage return.
+        is_behind_return: bool,
     },
+    /// Behind what the library does not take for a chunk: it reads no further.
+    Refused,
     /// In a chunk or the line end behind it, of which so many bytes are still to come.
     Data(u64),
     /// In the lines behind the last chunk.
@@ -158,6 +162,7 @@ impl Default for Chunks {
         Self::Size {
             bytes: 0,
             is_in_digits: true,
+            is_behind_return: false,
         }
     }
 }
@@ -170,6 +175,7 @@ impl Chunks {
                 Self::Size {
                     bytes: size,
                     is_in_digits,
+                    is_behind_return,
                 } => {
                     taken += 1;
                     let digit = char::from(byte).to_digit(16).filter(|_| *is_in_digits);
@@ -178,6 +184,9 @@ impl Chunks {
                         *size = size.saturating_mul(16).saturating_add(digit.into());
                     } else if byte != LINE_FEED {
                         *is_in_digits = false;
+                        *is_behind_return = byte == CARRIAGE_RETURN;
+                    } else if !*is_behind_return {
+                        *self = Self::Refused;
                     } else if *size > 0 {
                         *self = Self::Data(size.saturating_add(2));
                     } else {
@@ -207,6 +216,7 @@ impl Chunks {
                     *self = Self::Complete;
                     taken += length;
                 }
+                Self::Refused => return Ok(bytes.len()),
                 Self::Complete => break,
             }
         }
@@ -281,6 +291,15 @@ mod tests {
                 assert_eq!(end_of(chunked, &text).0, body.len(), "{text:?}");
             }
         }
+    }
+
+    #[test]
+    fn behind_a_chunk_that_the_library_refuses_there_is_no_next_head() {
+        let text = "5\r\nhello\r\n2\nab\n0\n\nGET / HTTP/1.1\r\n\r\n";
+        let chunked = || Part::Body(Body::Chunked(Chunks::default()));
+        let (length, part) = end_of(chunked, text);
+        assert_eq!(length, text.len());
+        assert!(matches!(part, Part::Body(_)), "{part:?}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::dev::{Payload, ServiceRequest, ServiceResponse};
-use actix_web::http::{Method, header};
+use actix_web::http::{ConnectionType, Method, header};
 use actix_web::middleware::Next;
 use actix_web::{Error, HttpMessage as _};
 use bytes::Bytes;
@@ -100,14 +100,13 @@ fn body_of(request: &mut ServiceRequest) -> Body {
     let headers = request.headers();
     let length = headers.get(header::CONTENT_LENGTH);
     let length = length.and_then(|value| value.to_str().ok()?.trim().parse().ok());
-    let is_tunnel = request.method() == Method::CONNECT
-        || headers
-            .get_all(header::UPGRADE)
-            .filter_map(|value| value.to_str().ok())
-            .any(|value| value.trim().eq_ignore_ascii_case("websocket"));
+    let is_websocket = headers
+        .get_all(header::UPGRADE)
+        .filter_map(|value| value.to_str().ok())
+        .any(|value| value.trim().eq_ignore_ascii_case("websocket"));
     match length {
         _ if headers.contains_key(header::TRANSFER_ENCODING) => Body::Chunked(Chunks::default()),
-        Some(length) if !is_tunnel => Body::Sized(length),
+        Some(length) if length > 0 && !is_websocket => Body::Sized(length),
         _ => Body::Endless,
     }
 }
@@ -119,8 +118,14 @@ pub async fn track(
 ) -> Result<ServiceResponse<BoxBody>, Error> {
     let in_flight = InFlight::begin(&mut request);
     let rest = Rest::of(&mut request);
+    let is_last = has_bare_line_feed(&request) || asks_for_another_protocol(&request);
     in_flight.body_offered().await;
-    let response = next.call(request).await?;
+    let mut response = next.call(request).await?;
+    if is_last {
+        // Whatever the answer is: what comes next is not a request, or not to everybody on the way.
+        let head = response.response_mut().head_mut();
+        head.set_connection_type(ConnectionType::Close);
+    }
     Ok(response.map_body(|_, body| {
         BoxBody::new(Tracked {
             body: body.boxed(),
@@ -135,11 +140,22 @@ pub async fn check_lines(
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<BoxBody>, Error> {
-    let requests = request.conn_data::<Requests>();
-    if requests.is_some_and(|Requests(state)| state.has_bare_line_feed.get()) {
+    if has_bare_line_feed(&request) {
         return Ok(request.error_response(ApiError::bare_line_feed()));
     }
     Ok(next.call(request).await?.map_into_boxed_body())
+}
+
+fn has_bare_line_feed(request: &ServiceRequest) -> bool {
+    let requests = request.conn_data::<Requests>();
+    requests.is_some_and(|Requests(state)| state.has_bare_line_feed.get())
+}
+
+/// Whether a request is for a tunnel or another protocol, of which there are none here; the library closes its connection in any case.
+fn asks_for_another_protocol(request: &ServiceRequest) -> bool {
+    request.method() == Method::CONNECT
+        || request.head().upgrade()
+        || request.headers().contains_key(header::UPGRADE)
 }
 
 /// A body that keeps its request in flight.

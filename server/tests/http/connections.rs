@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use outrider_server::http::{Connections, Settings};
 use outrider_server::listen::{self, Endpoint, Listener};
+use proptest::collection;
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::TestRunner;
-use proptest::collection;
 use serde_json::json;
 
 use crate::fake::{FakeBackend, held, stopped, token};
@@ -258,6 +258,38 @@ fn a_head_whose_lines_end_with_a_line_feed_alone_is_refused_and_ends_its_connect
                 assert_eq!(rest(&mut *stream), "", "{head:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_request_for_another_protocol_is_the_last_of_its_connection_and_is_told_so() {
+    let server = TestServer::start(FakeBackend::new());
+    let upgrade = |lines: &str| MODELS.replace("host: x\r\n", &format!("host: x\r\n{lines}"));
+    for (request, status) in [
+        (upgrade("connection: upgrade\r\nupgrade: h2c\r\n"), "200"),
+        (
+            upgrade("connection: keep-alive, upgrade\r\nupgrade: websocket\r\n"),
+            "200",
+        ),
+        (upgrade("upgrade: h2c\r\n"), "200"),
+        ("CONNECT a:80 HTTP/1.1\r\nhost: x\r\n\r\n".to_owned(), "404"),
+        (
+            "CONNECT a:80 HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello".to_owned(),
+            "404",
+        ),
+    ] {
+        let mut stream = connect(&server);
+        let bare_line_feeds = MODELS.replace("\r\n", "\n");
+        write!(stream, "{request}{bare_line_feeds}").unwrap();
+        let answer = rest(&mut stream);
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{request}: {answer}");
+        assert_eq!(
+            answer.matches("HTTP/1.1 ").count(),
+            1,
+            "{request}: {answer}"
+        );
+        assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
     }
 }
 
