@@ -186,7 +186,10 @@ impl EngineHandle {
             events,
             since: self.shared.clock.now(),
         };
-        queue.push(waiting, limit).map_err(|retry_after| {
+        // Whoever gets a free slot in the next step does not wait for one.
+        let running = self.shared.running.load(Ordering::SeqCst);
+        let places = limit + queue.slots.saturating_sub(running);
+        queue.push(waiting, places).map_err(|retry_after| {
             count_failures("queue_full");
             SubmitError::QueueFull { limit, retry_after }
         })?;

@@ -68,6 +68,25 @@ fn a_full_queue_is_shared_and_no_caller_is_pushed_below_an_equal_share() {
 }
 
 #[test]
+fn a_free_slot_is_a_place_before_a_step_hands_it_out() {
+    let rig = Rig::start(2, limits(1), Duration::ZERO);
+    // One of the slots runs, and the step does not end.
+    let gated = rig.stop_at_a_pass();
+    let taken = [1, 2].map(|first| rig.submit("a", &[first], 3).expect("fits"));
+    assert!(matches!(
+        rig.submit("a", &[3], 3),
+        Err(SubmitError::QueueFull { limit: 1, .. })
+    ));
+    rig.go_on();
+    for (receiver, first) in taken.into_iter().zip(1..) {
+        let expected = simulate(&rig.request("", &[first], 3));
+        assert_eq!(collect(receiver), expected, "{first}");
+    }
+    drop(gated);
+    rig.end();
+}
+
+#[test]
 fn a_request_without_a_slot_in_time_fails_and_one_with_a_slot_goes_on() {
     let mut options = limits(8);
     options.limits.queue_timeout = 5 * SECOND;
