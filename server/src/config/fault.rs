@@ -94,17 +94,24 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A value without the user and password of a URL, or of one that lacks its scheme: faults go into logs and reports.
-fn without_credentials(value: &str) -> Cow<'_, str> {
+/// A value without the user and password of a URL, or of one that lacks its scheme, and without the query of one: logs and reports are read by many.
+pub(super) fn without_credentials(value: &str) -> Cow<'_, str> {
     let scheme = value.find("://").map(|at| at + "://".len());
     // Without a scheme an `@` alone may be part of a name.
     let begin = scheme.unwrap_or(usize::from(value.starts_with('"')));
-    match value[begin..].rsplit_once('@') {
+    let mut shown = match value[begin..].rsplit_once('@') {
         Some((credentials, rest)) if scheme.is_some() || credentials.contains(':') => {
-            format!("{}…@{rest}", &value[..begin]).into()
+            Cow::from(format!("{}…@{rest}", &value[..begin]))
         }
         _ => value.into(),
+    };
+    if scheme.is_some()
+        && let Some(query) = shown.find('?')
+    {
+        let quote = if shown.ends_with('"') { "\"" } else { "" };
+        shown = format!("{}?…{quote}", &shown[..query]).into();
     }
+    shown
 }
 
 fn list(faults: &[Fault]) -> String {

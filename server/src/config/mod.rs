@@ -353,7 +353,7 @@ impl Config {
         reference::effective(&self.settings)
     }
 
-    /// The effective configuration as one line of JSON, for the log.
+    /// The effective configuration as one line of JSON, for the log: without what is secret in a URL.
     pub fn to_json(&self) -> String {
         reference::effective_json(&self.settings)
     }
@@ -368,14 +368,14 @@ impl Config {
             .collect()
     }
 
-    /// Every key that is not at its default, with its value and where it came from, for the log.
+    /// Every key that is not at its default, with its value and where it came from, for the log: without what is secret in a URL.
     pub fn overrides(&self) -> impl Iterator<Item = (&'static str, String, &Origin)> {
         self.settings
             .iter()
             .filter(|setting| setting.origin != Origin::Default)
             .map(|setting| {
                 let value = match &setting.value {
-                    Some(Scalar::Text(text)) => text.clone(),
+                    Some(Scalar::Text(text)) => fault::without_credentials(text).into_owned(),
                     Some(other) => other.to_string(),
                     None => "null".to_owned(),
                 };
@@ -662,6 +662,15 @@ fn show(value: &Value) -> String {
     }
 }
 
+/// Keys that name files which the server reads.
+const FILES_THAT_ARE_READ: [&str; 5] = [
+    "serving.auth.api_keys_path",
+    "serving.auth.admin_tokens_path",
+    "serving.tls.certificate_path",
+    "serving.tls.private_key_path",
+    "serving.runtime.onnxruntime_library",
+];
+
 /// What a path leads to, as far as links can be followed.
 fn place(path: &Path) -> PathBuf {
     path.canonicalize()
@@ -806,6 +815,19 @@ fn conflicts(settings: &[Setting]) -> Vec<Fault> {
             "serving.audit.path",
             Problem::Conflict("serving.logging.path is the same file; the two logs need their own"),
         );
+    }
+    let leads_to = |key: &str| values.text(key).map(|path| place(Path::new(path)));
+    for log in ["serving.logging.path", "serving.audit.path"] {
+        let path = leads_to(log);
+        let is_read = |key: &&str| leads_to(key) == path;
+        if path.is_some() && FILES_THAT_ARE_READ.iter().any(is_read) {
+            fault(
+                log,
+                Problem::Conflict(
+                    "it is a file that the server reads, as another key says; lines appended to it would spoil it",
+                ),
+            );
+        }
     }
     if values.integer("serving.runtime.stall_limit_ms")
         <= values.integer("serving.runtime.heartbeat_limit_ms")

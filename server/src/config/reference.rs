@@ -1,27 +1,34 @@
 //! Configurations as text: the effective one, and the reference file with every key.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use serde_yaml::{Mapping, Value};
 
+use super::fault::without_credentials;
 use super::keys::{Default, KEYS, Key};
 use super::{Scalar, Setting, default_of};
 
 /// Settings as YAML.
 pub(super) fn effective(settings: &[Setting]) -> String {
-    serde_yaml::to_string(&nested(settings)).unwrap_or_default()
+    serde_yaml::to_string(&nested(settings, whole)).unwrap_or_default()
 }
 
-/// Settings as one line of JSON.
+/// Settings as one line of JSON, without what is secret in a URL.
 pub(super) fn effective_json(settings: &[Setting]) -> String {
-    serde_json::to_string(&nested(settings)).unwrap_or_default()
+    serde_json::to_string(&nested(settings, without_credentials)).unwrap_or_default()
 }
 
-/// Settings in their groups.
-fn nested(settings: &[Setting]) -> Mapping {
+fn whole(text: &str) -> Cow<'_, str> {
+    text.into()
+}
+
+/// Settings in their groups, texts as `shown` has them.
+fn nested(settings: &[Setting], shown: fn(&str) -> Cow<'_, str>) -> Mapping {
     let mut root = Mapping::new();
     for setting in settings {
-        let value = setting.value.as_ref().map_or(Value::Null, yaml);
+        let value = setting.value.as_ref().map(|scalar| yaml(scalar, shown));
+        let value = value.unwrap_or(Value::Null);
         let mut group = &mut root;
         let mut parts = setting.key.path.split('.').peekable();
         while let Some(part) = parts.next() {
@@ -39,10 +46,10 @@ fn nested(settings: &[Setting]) -> Mapping {
     root
 }
 
-fn yaml(scalar: &Scalar) -> Value {
+fn yaml(scalar: &Scalar, shown: fn(&str) -> Cow<'_, str>) -> Value {
     match scalar {
         Scalar::Flag(flag) => Value::Bool(*flag),
-        Scalar::Text(text) => Value::String(text.clone()),
+        Scalar::Text(text) => Value::String(shown(text).into_owned()),
         Scalar::Integer(value) => Value::Number((*value).into()),
         Scalar::Share(value) => Value::Number((*value).into()),
     }
@@ -90,7 +97,7 @@ fn describe(text: &mut String, key: &Key, name: &str, depth: usize) {
     let _ = match key.default {
         Default::Value(_) => {
             let value = default_of(key)
-                .map(|scalar| serde_yaml::to_string(&yaml(&scalar)).unwrap_or_default());
+                .map(|scalar| serde_yaml::to_string(&yaml(&scalar, whole)).unwrap_or_default());
             writeln!(
                 text,
                 "{indent}# Value: {}.{changes}\n{indent}{name}: {}",

@@ -152,6 +152,12 @@ fn logs_need_files_of_their_own_and_sockets_short_paths() {
     assert!(load(&[(log, "/var/log/a"), (audit, "/var/log/b")]).is_ok());
     let error = load(&[(log, "/var/log/a"), (audit, "/var/log/./a")]).unwrap_err();
     assert!(error.contains("the two logs need their own"), "{error}");
+    for log in [log, audit] {
+        let keys = ("serving.auth.api_keys_path", "/etc/outrider/keys");
+        let error = load(&[keys, (log, "/etc/outrider/./keys")]).unwrap_err();
+        assert!(error.contains(log), "{error}");
+        assert!(error.contains("a file that the server reads"), "{error}");
+    }
     let socket = |length: usize| &*format!("unix:/{}", "s".repeat(length - 1)).leak();
     let listen = "serving.admin_listen";
     assert!(load(&[(listen, socket(107))]).is_ok());
@@ -320,6 +326,25 @@ fn every_fault_of_every_layer_is_reported_at_once() {
 }
 
 #[test]
+fn what_is_secret_in_a_url_is_not_in_the_log() {
+    let mut case = minimal();
+    case.flags.push((
+        "serving.telemetry.otlp_endpoint",
+        "http://user:secret@collector/v1/traces?token=secret",
+    ));
+    let config = case.load().unwrap();
+    let overrides: Vec<_> = config.overrides().map(|(_, value, _)| value).collect();
+    for logged in [config.to_json(), overrides.join(" ")] {
+        assert!(
+            logged.contains("http://…@collector/v1/traces?…"),
+            "{logged}"
+        );
+        assert!(!logged.contains("secret"), "{logged}");
+    }
+    assert!(config.otlp_endpoint.unwrap().contains("secret"));
+}
+
+#[test]
 fn a_password_in_a_url_that_is_wrong_is_not_shown() {
     for (line, shown) in [
         (
@@ -333,6 +358,10 @@ fn a_password_in_a_url_that_is_wrong_is_not_shown() {
         (
             "telemetry: {otlp_endpoint: \"http://user:se@cret@\"}",
             "is \"http://…@\"",
+        ),
+        (
+            "telemetry: {otlp_endpoint: \"ftp://collector/x?token=secret\"}",
+            "is \"ftp://collector/x?…\"",
         ),
     ] {
         let fault = fault_of(line);
