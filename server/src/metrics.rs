@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use crate::engine::{Drafting, EngineError, KvRows};
+use crate::http::code::Code;
 
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -381,6 +382,17 @@ pub fn install() -> &'static PrometheusHandle {
             "outrider_prefix_cache_tokens_total",
         ] {
             metrics::counter!(name).absolute(0);
+        }
+        for name in [
+            "outrider_prompt_tokens_total",
+            "outrider_generated_tokens_total",
+            "outrider_drafted_tokens_total",
+            "outrider_speculative_steps_total",
+        ] {
+            metrics::counter!(name).absolute(0);
+        }
+        for code in Code::ALL {
+            metrics::counter!(HTTP_ERRORS, "code" => code.as_str()).absolute(0);
         }
         for result in ["applied", "refused"] {
             metrics::counter!(CONFIG_RELOADS, "result" => result).absolute(0);

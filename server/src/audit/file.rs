@@ -11,6 +11,9 @@ use std::path::{Path, PathBuf};
 /// Readable and writable by the server alone: the lines may hold what callers wrote.
 const MODE: u32 = 0o600;
 
+/// What users have that are neither the owner nor of the file's group.
+const OTHERS: u32 = 0o007;
+
 /// A file of whole lines that is rotated by size.
 #[derive(Debug)]
 pub(super) struct RotatingFile {
@@ -152,6 +155,13 @@ fn append_to(path: &Path) -> io::Result<File> {
         .mode(MODE)
         .open(path)?;
     let metadata = file.metadata()?;
+    if metadata.is_file() && metadata.mode() & OTHERS != 0 {
+        tracing::warn!(
+            path = %path.display(),
+            mode = format!("{:04o}", metadata.mode() & 0o7777),
+            "every user of the machine can read or write the audit log; a file that the server makes has 0600"
+        );
+    }
     if metadata.is_file() && metadata.len() > 0 {
         let mut last = [0];
         file.read_exact_at(&mut last, metadata.len() - 1)?;
