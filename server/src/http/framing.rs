@@ -227,6 +227,7 @@ impl Chunks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     /// How many of the bytes belong to a part, in whatever two pieces they come, and what it has become.
     fn end_of(make: impl Fn() -> Part, text: &str) -> (usize, Part) {
@@ -289,6 +290,41 @@ mod tests {
             for behind in ["", "GET / HTTP/1.1\r\n\r\n", "0\r\n\r\n"] {
                 let text = format!("{body}{behind}");
                 assert_eq!(end_of(chunked, &text).0, body.len(), "{text:?}");
+            }
+        }
+    }
+
+    /// How many of the bytes belong to a part, in pieces of so many each; `None` when they are refused.
+    fn taken_in_pieces(mut part: Part, bytes: &[u8], piece_bytes: usize) -> Option<usize> {
+        let begins_with_head = matches!(part, Part::Head(_));
+        let mut taken = 0;
+        for piece in bytes.chunks(piece_bytes) {
+            taken += part.take(piece).ok()?;
+            if matches!(part, Part::Head(_)) != begins_with_head
+                || matches!(part, Part::Unknown { .. })
+            {
+                break;
+            }
+        }
+        Some(taken)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn where_a_part_ends_does_not_depend_on_the_pieces_in_which_it_comes(
+            text in "([05a;: xG]|\r\n|\r|\n){0,40}",
+            piece_bytes in 1usize..20,
+        ) {
+            for make in [
+                || Part::Head(Lines::default()),
+                || Part::Body(Body::Chunked(Chunks::default())),
+                || Part::Body(Body::Sized(10)),
+                || Part::Body(Body::Endless),
+            ] {
+                let whole = taken_in_pieces(make(), text.as_bytes(), text.len().max(1));
+                let pieces = taken_in_pieces(make(), text.as_bytes(), piece_bytes);
+                prop_assert_eq!(whole, pieces, "{:?}", make());
             }
         }
     }
