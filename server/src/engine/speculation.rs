@@ -304,6 +304,16 @@ impl Speculation {
             .record_target(slots, width, elapsed.as_secs_f64());
     }
 
+    /// Takes in what it cost to feed so many tokens of a prompt.
+    pub(super) fn record_feed(&mut self, tokens: usize, elapsed: Duration) {
+        self.policy.record_feed(tokens, elapsed.as_secs_f64());
+    }
+
+    /// Takes in that so many tokens, for which the target has rows, are fed again for the draft of one of `running` sequences.
+    pub(super) fn record_fed_again(&mut self, running: usize, tokens: usize) {
+        self.policy.record_fed_again(running, tokens);
+    }
+
     /// Takes in what became of drafted tokens.
     pub(super) fn record_acceptance(
         &mut self,

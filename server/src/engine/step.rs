@@ -116,6 +116,13 @@ impl Stepper {
             let (rows, draft_rows) = self.slots.park(slot, place);
             self.copy_rows(slot, place, 0..rows, 0..draft_rows);
         }
+        if let Some(source) = source
+            && self.speculation.obstacle(&sequence).is_none()
+        {
+            let lacking = source.tokens.saturating_sub(source.draft_rows);
+            self.speculation
+                .record_fed_again(self.running() + 1, lacking);
+        }
         self.slots.put(slot, Box::new(sequence));
         self.reuse(slot, source);
         if let Some(sequence) = self.slots.sequence_mut(slot) {
@@ -256,6 +263,7 @@ impl Stepper {
             budget -= fed.min(budget);
             report.prefill_tokens += fed;
             let time = self.run_pass(PassKind::Feed, &batch, &[slot], &mut report);
+            self.speculation.record_feed(fed, time);
             report.prefill_time += time;
         }
         for &slot in &decoding {

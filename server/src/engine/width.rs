@@ -9,6 +9,7 @@
 //!
 //! Where plain steps stay best, drafting rests: sequences that begin then do without it to their end, and so without the work of keeping a draft's context.
 //! When it is time to learn again, one that begins is a scout, which drafts.
+//! A scout whose prompt is there already, but not for the draft, has it fed again: so much of the time and no more goes into that.
 
 /// Samples before a price counts as known.
 const SAMPLES: u32 = 2;
@@ -27,6 +28,9 @@ const STEPS_TO_REST: u32 = 64;
 
 /// Running sequences for which there is one scout when it is time to learn.
 const SEQUENCES_PER_SCOUT: usize = 8;
+
+/// Share of the time that may go into feeding prompts again for scouts.
+const SCOUTING_SHARE: f64 = 0.005;
 
 /// Share by which the value of drafting must have risen since the last such step to count as a change.
 const NOTICEABLE_RISE: f64 = 0.04;
@@ -263,6 +267,10 @@ pub(super) struct WidthPolicy {
     prices: Vec<Prices>,
     /// Acceptance over all sequences.
     overall: Acceptance,
+    /// What it costs to feed a token of a prompt, in seconds.
+    feed_seconds: f64,
+    /// Time that went into feeding prompts again for scouts beyond their share.
+    scouting_debt_seconds: f64,
 }
 
 impl WidthPolicy {
@@ -273,11 +281,40 @@ impl WidthPolicy {
             widest,
             prices: vec![Prices::new(widest); slots],
             overall: Acceptance::default(),
+            feed_seconds: 0.0,
+            scouting_debt_seconds: 0.0,
         }
+    }
+
+    /// A pass that fed so many tokens of a prompt took this long.
+    pub(super) fn record_feed(&mut self, tokens: usize, seconds: f64) {
+        let sample = seconds / tokens.max(1) as f64;
+        self.feed_seconds += if self.feed_seconds == 0.0 {
+            sample
+        } else {
+            PRICE_WEIGHT * (sample - self.feed_seconds)
+        };
+        self.pay(seconds);
+    }
+
+    /// A sequence over `slots` slots that begins is to draft, for which so many tokens of its prompt are fed again.
+    pub(super) fn record_fed_again(&mut self, slots: usize, tokens: usize) {
+        let is_scout = self
+            .nearest(slots, Prices::are_known)
+            .is_some_and(|prices| prices.plain_steps > 0);
+        if is_scout {
+            self.scouting_debt_seconds += tokens as f64 * self.feed_seconds;
+        }
+    }
+
+    fn pay(&mut self, seconds: f64) {
+        let debt = self.scouting_debt_seconds - SCOUTING_SHARE * seconds;
+        self.scouting_debt_seconds = debt.max(0.0);
     }
 
     /// A target pass over `slots` slots with this many rows each took this long; one of no time says nothing.
     pub(super) fn record_target(&mut self, slots: usize, width: usize, seconds: f64) {
+        self.pay(seconds);
         if let Some(prices) = self.prices.get_mut(slots - 1)
             && seconds > 0.0
         {
@@ -314,7 +351,8 @@ impl WidthPolicy {
         let scouts = slots.div_ceil(SEQUENCES_PER_SCOUT);
         let nearest = self.nearest(slots, |prices| prices.are_known() && !prices.are_open());
         let rests = nearest.is_some_and(|prices| {
-            prices.plain_steps > 0 && (drafting >= scouts || !prices.are_due())
+            let may_scout = prices.are_due() && self.scouting_debt_seconds == 0.0;
+            prices.plain_steps > 0 && (drafting >= scouts || !may_scout)
         });
         self.adaptive && rests
     }
@@ -626,6 +664,30 @@ mod tests {
         world.chances = vec![0.9; 8];
         let awake = |policy: &WidthPolicy| !policy.lets_rest(7, 7);
         assert!(run_eight(&mut policy, &mut world, 1, 4000, awake));
+    }
+
+    #[test]
+    fn scouts_whose_prompts_are_fed_again_come_as_seldom_as_their_share_of_the_time_allows() {
+        let mut world = good_world();
+        world.chances = vec![0.05; 8];
+        let mut policy = WidthPolicy::new(true, 64, 8);
+        let rests = |policy: &WidthPolicy| policy.lets_rest(7, 7);
+        assert!(run_eight(&mut policy, &mut world, 8, 150, rests));
+        let due = |policy: &WidthPolicy| !policy.lets_rest(7, 0);
+        assert!(run_eight(&mut policy, &mut world, 0, 600, due));
+        policy.record_feed(10, 1.0);
+        policy.record_fed_again(8, 100);
+        assert!(!due(&policy.clone()), "ten seconds are owed");
+        let steps = (10.0 / SCOUTING_SHARE / world.target[1]) as usize;
+        let mut early = policy.clone();
+        assert!(!run_eight(&mut early, &mut world, 0, steps - 10, due));
+        assert!(run_eight(&mut policy, &mut world, 0, steps + 10, due));
+        // Where drafting pays nobody is a scout, and nothing is owed.
+        world.chances = vec![0.9; 8];
+        let awake = |policy: &WidthPolicy| !policy.lets_rest(7, 7);
+        assert!(run_eight(&mut policy, &mut world, 1, 4000, awake));
+        policy.record_fed_again(8, 100);
+        assert!(awake(&policy));
     }
 
     #[test]
