@@ -56,7 +56,7 @@ pub struct Args {
     /// Clients at once
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 4, 16, 64])]
     clients: Vec<usize>,
-    /// How long each comparison lasts for each of the two servers, while it is its turn
+    /// How long each pair of rounds lasts for each of the two servers, while it is its turn
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(2..))]
     seconds: u64,
     /// Which requests are drawn
@@ -137,7 +137,7 @@ fn measure(workspace: &Workspace, args: &Args) -> anyhow::Result<Report> {
     let mut rounds = Rounds {
         callers,
         servers,
-        limit: Duration::from_secs(args.seconds) / (2 * PAIRS),
+        limit: Duration::from_secs(args.seconds) / 2,
         next: WARM_UP_REQUESTS,
     };
     let (cpu, began) = (client_cpu()?, Instant::now());

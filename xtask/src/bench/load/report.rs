@@ -38,7 +38,7 @@ pub struct Report {
     pub lossless_class: String,
     /// Build of the server: `release` or `dev`.
     pub profile: &'static str,
-    /// How long each comparison lasted for each server.
+    /// How long each pair of rounds lasted for each server.
     pub seconds: u64,
     /// Which requests were drawn.
     pub seed: u64,
@@ -266,7 +266,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}, {} build, {} s for each comparison and server, seed {}",
+            "{}, {} build, {} s for each pair of rounds and server, seed {}",
             self.bundle, self.profile, self.seconds, self.seed
         )?;
         writeln!(
