@@ -267,8 +267,8 @@ pub(super) struct WidthPolicy {
     prices: Vec<Prices>,
     /// Acceptance over all sequences.
     overall: Acceptance,
-    /// What it costs to feed a token of a prompt, in seconds.
-    feed_seconds: f64,
+    /// What it costs to feed a token of a prompt.
+    feed_seconds_per_token: f64,
     /// Time that went into feeding prompts again for scouts beyond their share.
     scouting_debt_seconds: f64,
 }
@@ -281,7 +281,7 @@ impl WidthPolicy {
             widest,
             prices: vec![Prices::new(widest); slots],
             overall: Acceptance::default(),
-            feed_seconds: 0.0,
+            feed_seconds_per_token: 0.0,
             scouting_debt_seconds: 0.0,
         }
     }
@@ -289,10 +289,10 @@ impl WidthPolicy {
     /// A pass that fed so many tokens of a prompt took this long.
     pub(super) fn record_feed(&mut self, tokens: usize, seconds: f64) {
         let sample = seconds / tokens.max(1) as f64;
-        self.feed_seconds += if self.feed_seconds == 0.0 {
+        self.feed_seconds_per_token += if self.feed_seconds_per_token == 0.0 {
             sample
         } else {
-            PRICE_WEIGHT * (sample - self.feed_seconds)
+            PRICE_WEIGHT * (sample - self.feed_seconds_per_token)
         };
         self.pay(seconds);
     }
@@ -303,7 +303,7 @@ impl WidthPolicy {
             .nearest(slots, Prices::are_known)
             .is_some_and(|prices| prices.plain_steps > 0);
         if is_scout {
-            self.scouting_debt_seconds += tokens as f64 * self.feed_seconds;
+            self.scouting_debt_seconds += tokens as f64 * self.feed_seconds_per_token;
         }
     }
 

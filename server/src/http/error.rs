@@ -116,14 +116,10 @@ impl ApiError {
 
     /// A line of the head ends without a carriage return.
     pub fn bare_line_feed() -> Self {
-        Self {
-            // Where the next request begins may be understood in another way by whoever passed this one on.
-            closes: true,
-            ..Self::new(
-                Code::InvalidHead,
-                "a line of the request's head ends with a line feed alone; every line must end with a carriage return and a line feed",
-            )
-        }
+        Self::new(
+            Code::InvalidHead,
+            "a line of the request's head ends with a line feed alone; every line must end with a carriage return and a line feed",
+        )
     }
 
     /// The request names a host that this machine is not called by on its own.
