@@ -355,8 +355,11 @@ impl Backend for EngineBackend {
         self.engine.set_limits(limits);
     }
 
-    fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        self.engine.submit(request)
+    fn submit(
+        &self,
+        requests: Vec<Request>,
+    ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
+        self.engine.submit_all(requests)
     }
 
     fn stop(&self) {

@@ -164,38 +164,65 @@ pub fn start(
 }
 
 impl EngineHandle {
-    /// Queues a request. Dropping the receiver cancels it: its place or slot is free within one step.
+    /// Queues requests of one caller, all of them or none. Dropping a receiver cancels its request: its place or slot is free within one step.
     ///
     /// # Errors
     ///
-    /// The request doesn't fit the model, the queue is full and its places are shared fairly, or the engine is not ready.
-    pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        let shape = lock(&self.shared.facts)
-            .shape
-            .clone()
-            .ok_or(SubmitError::NotReady)?;
-        check(&request, &shape)?;
+    /// A request doesn't fit the model, whose index comes with the error; or the queue is full and its places are shared fairly, or the engine is not
+    /// ready, which are about all of them.
+    pub fn submit_all(
+        &self,
+        requests: Vec<Request>,
+    ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
+        let shape = lock(&self.shared.facts).shape.clone();
+        let shape = shape.ok_or((0, SubmitError::NotReady))?;
+        for (index, request) in requests.iter().enumerate() {
+            check(request, &shape).map_err(|error| (index, error))?;
+        }
+        let Some(caller) = requests.first().map(|request| Arc::clone(&request.caller)) else {
+            return Ok(Vec::new());
+        };
+        let count = requests.len();
+        let since = self.shared.clock.now();
+        let (arrivals, receivers) = requests
+            .into_iter()
+            .map(|request| {
+                let (events, receiver) = unbounded_channel();
+                let waiting = Waiting {
+                    request,
+                    events,
+                    since,
+                };
+                (waiting, receiver)
+            })
+            .unzip();
         let mut queue = lock(&self.shared.queue);
         if !queue.open {
-            return Err(SubmitError::NotReady);
+            return Err((0, SubmitError::NotReady));
         }
         let limit = lock(&self.shared.limits).queue_capacity;
-        let (events, receiver) = unbounded_channel();
-        let waiting = Waiting {
-            request,
-            events,
-            since: self.shared.clock.now(),
-        };
         // Whoever gets a free slot in the next step does not wait for one.
         let running = self.shared.running.load(Ordering::SeqCst);
         let places = limit + queue.slots.saturating_sub(running);
-        queue.push(waiting, places).map_err(|retry_after| {
-            count_failures("queue_full");
-            SubmitError::QueueFull { limit, retry_after }
-        })?;
+        queue
+            .push(&caller, arrivals, places)
+            .map_err(|retry_after| {
+                count_failures("queue_full", count);
+                (0, SubmitError::QueueFull { limit, retry_after })
+            })?;
         drop(queue);
         self.shared.wake.notify_one();
-        Ok(receiver)
+        Ok(receivers)
+    }
+
+    /// Queues one request, see [`EngineHandle::submit_all`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
+        let receivers = self.submit_all(vec![request]).map_err(|(_, error)| error)?;
+        receivers.into_iter().next().ok_or(SubmitError::NotReady)
     }
 
     /// A snapshot.
@@ -435,20 +462,27 @@ fn publish(shared: &Shared, stepper: &Stepper) {
 
 /// Moves waiting requests into free slots; waits when there is nothing to do. False when the engine should end.
 fn admit(shared: &Shared, limits: &EngineLimits, stepper: &mut Stepper, text: &TextSinks) -> bool {
-    let mut queue = lock(&shared.queue);
-    for held in stepper.take_occupancies() {
-        queue.record_occupancy(held);
-    }
     let now = shared.clock.now();
-    queue.expire(limits, now);
+    {
+        let mut queue = lock(&shared.queue);
+        for held in stepper.take_occupancies() {
+            queue.record_occupancy(held);
+        }
+        queue.expire(limits, now);
+    }
     while stepper.has_room() {
-        let Some(waiting) = queue.next(|caller| stepper.running_of(caller)) else {
+        // Rows may be copied for a sequence that begins; the queue is open to callers meanwhile.
+        let next = {
+            let mut queue = lock(&shared.queue);
+            let waiting = queue.next(|caller| stepper.running_of(caller));
+            waiting.map(|waiting| (waiting, Running::new(Arc::clone(&shared.running))))
+        };
+        let Some((waiting, running)) = next else {
             break;
         };
         metrics::histogram!("outrider_queue_wait_seconds")
             .record(now.saturating_duration_since(waiting.since).as_secs_f64());
         let sink = text(&waiting.request.stop);
-        let running = Running::new(Arc::clone(&shared.running));
         stepper.admit(Sequence::new(
             waiting.request,
             waiting.events,
@@ -458,6 +492,11 @@ fn admit(shared: &Shared, limits: &EngineLimits, stepper: &mut Stepper, text: &T
         ));
     }
     if stepper.running() > 0 {
+        return true;
+    }
+    let queue = lock(&shared.queue);
+    if queue.len() > 0 {
+        // It came behind the last look, and has woken nobody.
         return true;
     }
     if queue.draining {
@@ -505,12 +544,13 @@ fn check(request: &Request, shape: &TargetShape) -> Result<(), SubmitError> {
 }
 
 /// Counts a completion that failed, or was never taken, by cause.
-fn count_failures(cause: &'static str) {
-    metrics::counter!("outrider_completions_failed_total", "cause" => cause).increment(1);
+fn count_failures(cause: &'static str, count: usize) {
+    metrics::counter!("outrider_completions_failed_total", "cause" => cause)
+        .increment(count as u64);
 }
 
 fn count_failure(error: &EngineError) {
-    count_failures(error.cause());
+    count_failures(error.cause(), 1);
 }
 
 fn beat(shared: &Shared) {

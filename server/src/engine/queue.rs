@@ -1,11 +1,13 @@
 //! Requests that wait for a slot: who may wait, who is next, and who has waited for too long.
 //!
 //! Callers share slots and places fairly, and nobody needs to be configured for that:
-//! a free slot goes to the waiting caller who has the fewest completions running, the longest wait first;
+//! a free slot goes to the waiting caller who has the fewest completions running, by turns among equals, and to the one that has waited longest for them;
 //! and when the queue is full, a caller who would still hold no more places than the one who holds most takes the place of that one's newest.
+//! The completions of one request get their places together or not at all.
 //! The queue reads no clock and owns no lock.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
@@ -42,6 +44,9 @@ impl Waiting {
 #[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
+    /// Of each caller who waits: when they last had a slot since they began to wait, or began to; the lowest number is next among equals.
+    turns: HashMap<Arc<str>, u64>,
+    latest_turn: u64,
     /// Whether requests are taken.
     pub open: bool,
     /// Whether the engine ends when it has nothing left to do.
@@ -61,57 +66,93 @@ impl Queue {
             .count()
     }
 
-    /// Lets a request wait; in a full queue perhaps in the place of another one, which is answered.
+    /// Lets completions of one caller wait, all of them; in a full queue perhaps in the places of others, which are answered.
     ///
     /// # Errors
     ///
-    /// The queue is full, and its places are shared fairly: how long to stay away.
-    pub(super) fn push(&mut self, waiting: Waiting, capacity: usize) -> Result<(), Duration> {
-        self.waiting.retain(|other| !other.events.is_closed());
-        if self.waiting.len() >= capacity {
+    /// There are not places for all, and they are shared fairly: how long to stay away. Nobody has lost a place.
+    pub(super) fn push(
+        &mut self,
+        caller: &Arc<str>,
+        arrivals: Vec<Waiting>,
+        capacity: usize,
+    ) -> Result<(), Duration> {
+        self.forget_gone();
+        let mut given_up = self
+            .places_for(caller, arrivals.len(), capacity)
+            .ok_or_else(|| self.retry_after())?;
+        if !given_up.is_empty() {
             let retry_after = self.retry_after();
-            let newest = self
-                .newest_of_the_largest_share(&waiting.request.caller)
-                .ok_or(retry_after)?;
-            if let Some(displaced) = self.waiting.remove(newest) {
-                displaced.fail(EngineError::Displaced { retry_after });
+            given_up.sort_unstable();
+            for index in given_up.into_iter().rev() {
+                if let Some(displaced) = self.waiting.remove(index) {
+                    displaced.fail(EngineError::Displaced { retry_after });
+                }
             }
         }
-        self.waiting.push_back(waiting);
+        if !self.turns.contains_key(caller) {
+            self.give_turn(caller);
+        }
+        self.waiting.extend(arrivals);
         Ok(())
     }
 
-    /// The newest request of the caller who holds most places, when `newcomer` would hold no more with one of them.
-    fn newest_of_the_largest_share(&self, newcomer: &str) -> Option<usize> {
-        let mut places: HashMap<&str, usize> = HashMap::new();
-        for waiting in &self.waiting {
-            *places.entry(&waiting.request.caller).or_default() += 1;
+    /// Places to be given up for so many arrivals of a caller: each time the newest of the caller who holds most, while the arriving one would still hold
+    /// no more; `None` when that is not enough.
+    fn places_for(&self, caller: &str, arrivals: usize, capacity: usize) -> Option<Vec<usize>> {
+        let free = capacity.saturating_sub(self.waiting.len());
+        if arrivals <= free {
+            return Some(Vec::new());
         }
-        let newest = |caller: &str| {
-            let is_theirs = |waiting: &Waiting| &*waiting.request.caller == caller;
-            self.waiting.iter().rposition(is_theirs)
-        };
-        let (largest, share) = places
-            .iter()
-            .max_by_key(|(caller, share)| (**share, newest(caller)))?;
-        let own = places.get(newcomer).copied().unwrap_or_default();
-        (own + 2 <= *share).then(|| newest(largest)).flatten()
+        let mut places: HashMap<&str, Vec<usize>> = HashMap::new();
+        for (index, waiting) in self.waiting.iter().enumerate() {
+            let of_one = places.entry(&waiting.request.caller).or_default();
+            of_one.push(index);
+        }
+        let held = places.get(caller).map_or(0, Vec::len);
+        let mut given_up = Vec::new();
+        for own in held + free..held + arrivals {
+            let largest = places
+                .values_mut()
+                .max_by_key(|of_one| (of_one.len(), of_one.last().copied()))
+                .filter(|of_one| own + 2 <= of_one.len())?;
+            given_up.extend(largest.pop());
+        }
+        Some(given_up)
     }
 
     /// Takes the request that is next, where `running` tells how many completions of a caller hold a slot.
     pub(super) fn next(&mut self, running: impl Fn(&str) -> usize) -> Option<Waiting> {
-        self.waiting.retain(|waiting| !waiting.events.is_closed());
-        let mut counts: HashMap<&str, usize> = HashMap::new();
+        self.forget_gone();
+        let mut ranks: HashMap<&str, (usize, u64)> = HashMap::new();
         let mut next = None;
         for (index, waiting) in self.waiting.iter().enumerate() {
             let caller: &str = &waiting.request.caller;
-            let count = *counts.entry(caller).or_insert_with(|| running(caller));
-            if next.is_none_or(|(fewest, _)| count < fewest) {
-                next = Some((count, index));
+            let rank = *ranks.entry(caller).or_insert_with(|| {
+                let turn = self.turns.get(caller).copied().unwrap_or_default();
+                (running(caller), turn)
+            });
+            if next.is_none_or(|(least, _)| rank < least) {
+                next = Some((rank, index));
             }
         }
         let (_, index) = next?;
-        self.waiting.remove(index)
+        let next = self.waiting.remove(index)?;
+        self.give_turn(&next.request.caller);
+        Some(next)
+    }
+
+    fn give_turn(&mut self, caller: &Arc<str>) {
+        self.latest_turn += 1;
+        self.turns.insert(Arc::clone(caller), self.latest_turn);
+    }
+
+    /// Forgets requests whose callers are gone, and callers of whom nothing waits.
+    fn forget_gone(&mut self) {
+        self.waiting.retain(|waiting| !waiting.events.is_closed());
+        let waiting = self.waiting.iter();
+        let callers: HashSet<&str> = waiting.map(|it| &*it.request.caller).collect();
+        self.turns.retain(|caller, _| callers.contains(&**caller));
     }
 
     /// Answers the requests that have waited for too long, and forgets those whose callers are gone.

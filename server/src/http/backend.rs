@@ -28,8 +28,15 @@ pub trait Backend: Send + Sync + 'static {
         (status.phase == Phase::Ready).then_some(status.heartbeat_age)
     }
 
-    /// Validates and queues a request; dropping the receiver cancels it.
-    fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError>;
+    /// Validates and queues the completions of one request, all or none; dropping a receiver cancels its completion.
+    ///
+    /// # Errors
+    ///
+    /// Why there are none, with the index of the completion that does not fit the model where it is one.
+    fn submit(
+        &self,
+        requests: Vec<Request>,
+    ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)>;
 
     /// Whether drafting is switched on. It may be so and yet nothing be drafted, see [`EngineStatus::speculation`].
     fn speculation(&self) -> bool;

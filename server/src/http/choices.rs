@@ -72,7 +72,7 @@ pub struct Plan {
 }
 
 impl Choices {
-    /// Submits `n` completions of every prompt. When one is refused, the ones before it are cancelled.
+    /// Submits `n` completions of every prompt, all or none.
     pub fn submit(
         backend: &dyn Backend,
         prompts: Vec<Prompt>,
@@ -83,12 +83,8 @@ impl Choices {
         let context_tokens = backend.limits().context_tokens;
         let sampling = sampling(generation, backend.card());
         record.asked(backend, &prompts, generation, &sampling, plan);
-        let mut choices = Self {
-            choices: Vec::with_capacity(prompts.len() * generation.n),
-            next: 0,
-            first: None,
-            record: record.clone(),
-        };
+        let mut choices = Vec::with_capacity(prompts.len() * generation.n);
+        let mut requests = Vec::with_capacity(choices.capacity());
         for prompt in prompts {
             let prompt = Arc::new(prompt);
             let room = context_tokens.saturating_sub(prompt.tokens.len()).max(1);
@@ -105,8 +101,8 @@ impl Choices {
             };
             for choice in 0..generation.n {
                 let seed = choice_seed(plan.seed, choice);
-                let request = Request {
-                    id: format!("{}/{}", plan.request_id, choices.choices.len()),
+                requests.push(Request {
+                    id: format!("{}/{}", plan.request_id, requests.len()),
                     caller: plan.caller.0.clone(),
                     arrived: plan.arrived,
                     prompt: prompt.tokens.clone(),
@@ -119,19 +115,28 @@ impl Choices {
                     prompt_logprobs,
                     speculative: plan.speculative,
                     trace: Trace::waiting(record.span()),
-                };
-                let events = backend
-                    .submit(request)
-                    .map_err(|error| ApiError::from_submit(error, &prompt.param))?;
-                choices.choices.push(Choice {
+                });
+                choices.push(Choice {
                     prompt: prompt.clone(),
                     is_first: choice == 0,
                     seed,
-                    events: Some(events),
+                    events: None,
                 });
             }
         }
-        Ok(choices)
+        let receivers = backend.submit(requests).map_err(|(index, error)| {
+            let prompt = choices.get(index).map(|choice| &choice.prompt);
+            ApiError::from_submit(error, prompt.map_or("prompt", |prompt| &prompt.param))
+        })?;
+        for (choice, events) in choices.iter_mut().zip(receivers) {
+            choice.events = Some(events);
+        }
+        Ok(Self {
+            choices,
+            next: 0,
+            first: None,
+            record: record.clone(),
+        })
     }
 
     /// The completions.

@@ -127,6 +127,29 @@ impl FakeBackend {
     }
 }
 
+/// What the engine says of a request that does not fit.
+fn check(request: &Request) -> Result<(), SubmitError> {
+    let prompt_tokens = request.prompt.len();
+    let room = usize::from(request.max_tokens > 0);
+    if prompt_tokens == 0 {
+        return Err(SubmitError::EmptyPrompt);
+    }
+    if prompt_tokens + room > CONTEXT_TOKENS {
+        return Err(SubmitError::PromptTooLong {
+            prompt_tokens,
+            limit_tokens: CONTEXT_TOKENS - room,
+        });
+    }
+    if prompt_tokens + request.max_tokens > CONTEXT_TOKENS {
+        return Err(SubmitError::ContextExceeded {
+            prompt_tokens,
+            max_tokens: request.max_tokens,
+            context_tokens: CONTEXT_TOKENS,
+        });
+    }
+    Ok(())
+}
+
 impl Backend for FakeBackend {
     fn card(&self) -> &ModelCard {
         &self.card
@@ -143,31 +166,20 @@ impl Backend for FakeBackend {
         self.status.lock().unwrap().clone()
     }
 
-    fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        let prompt_tokens = request.prompt.len();
-        let room = usize::from(request.max_tokens > 0);
-        if prompt_tokens == 0 {
-            return Err(SubmitError::EmptyPrompt);
-        }
-        if prompt_tokens + room > CONTEXT_TOKENS {
-            return Err(SubmitError::PromptTooLong {
-                prompt_tokens,
-                limit_tokens: CONTEXT_TOKENS - room,
+    fn submit(
+        &self,
+        requests: Vec<Request>,
+    ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
+        let submit_one = |(index, request): (usize, &Request)| {
+            check(request).map_err(|error| (index, error))?;
+            self.requests.lock().unwrap().push(Request {
+                // A span ends when the last who knows of it is gone.
+                trace: Trace::default(),
+                ..request.clone()
             });
-        }
-        if prompt_tokens + request.max_tokens > CONTEXT_TOKENS {
-            return Err(SubmitError::ContextExceeded {
-                prompt_tokens,
-                max_tokens: request.max_tokens,
-                context_tokens: CONTEXT_TOKENS,
-            });
-        }
-        self.requests.lock().unwrap().push(Request {
-            // A span ends when the last who knows of it is gone.
-            trace: Trace::default(),
-            ..request.clone()
-        });
-        (self.answer)(&request)
+            (self.answer)(request).map_err(|error| (index, error))
+        };
+        requests.iter().enumerate().map(submit_one).collect()
     }
 
     fn speculation(&self) -> bool {

@@ -100,8 +100,11 @@ impl Backend for TextOnly {
         }
     }
 
-    fn submit(&self, _request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        Err(SubmitError::EmptyPrompt)
+    fn submit(
+        &self,
+        _requests: Vec<Request>,
+    ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
+        Err((0, SubmitError::EmptyPrompt))
     }
 
     fn speculation(&self) -> bool {

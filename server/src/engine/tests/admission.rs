@@ -8,7 +8,7 @@ fn limits(queue_capacity: usize) -> EngineOptions {
 }
 
 #[test]
-fn a_free_slot_goes_to_the_caller_with_the_fewest_running_and_then_to_the_longest_wait() {
+fn a_free_slot_goes_to_the_caller_with_the_fewest_running_and_then_by_turns() {
     let rig = Rig::start(2, limits(8), Duration::ZERO);
     let gated = rig.stop_at_a_pass();
     let waiting = [("a", 1), ("a", 2), ("b", 3), ("c", 4)].map(|(caller, first)| {
@@ -22,6 +22,54 @@ fn a_free_slot_goes_to_the_caller_with_the_fewest_running_and_then_to_the_longes
     }
     // The first of a, then those who have none running while a has one, then a again.
     assert_eq!(rig.begun(), [1, 3, 4, 2]);
+    drop(gated);
+    rig.end();
+}
+
+#[test]
+fn callers_who_have_as_many_running_take_turns_however_many_of_theirs_wait() {
+    let rig = Rig::start(1, limits(8), Duration::ZERO);
+    let gated = rig.stop_at_a_pass();
+    let waiting = [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("a", 5), ("b", 6)]
+        .map(|(caller, first)| rig.submit(caller, &[first], 3).expect("fits"));
+    rig.go_on();
+    for receiver in waiting {
+        assert!(matches!(collect(receiver).end, Some(Ok(_))));
+    }
+    assert_eq!(rig.begun(), [1, 4, 2, 6, 3, 5]);
+    drop(gated);
+    rig.end();
+}
+
+#[test]
+fn completions_of_one_request_that_have_no_places_together_take_nobody_elses() {
+    let rig = Rig::start(1, limits(4), Duration::ZERO);
+    let gated = rig.stop_at_a_pass();
+    let waiting = [1, 2, 3, 4].map(|first| rig.submit("a", &[first], 3).expect("fits"));
+    let of_b = |count: u32| {
+        let requests = (11..11 + count).map(|first| rig.request("b", &[first], 3));
+        rig.handle.submit_all(requests.collect())
+    };
+    // A third one would leave a with fewer places than b.
+    let refused = of_b(3).err();
+    assert!(
+        matches!(refused, Some((0, SubmitError::QueueFull { limit: 4, .. }))),
+        "{refused:?}"
+    );
+    assert_eq!(rig.handle.status().waiting, 4);
+    let taken = of_b(2).expect("as many for b as for a");
+    rig.go_on();
+    let ends = waiting.map(|receiver| collect(receiver).end);
+    assert!(matches!(ends[..2], [Some(Ok(_)), Some(Ok(_))]), "{ends:?}");
+    for end in &ends[2..] {
+        assert!(
+            matches!(end, Some(Err(EngineError::Displaced { .. }))),
+            "{end:?}"
+        );
+    }
+    for receiver in taken {
+        assert!(matches!(collect(receiver).end, Some(Ok(_))));
+    }
     drop(gated);
     rig.end();
 }
