@@ -350,8 +350,12 @@ impl WidthPolicy {
         let slots = running + 1;
         let scouts = slots.div_ceil(SEQUENCES_PER_SCOUT);
         let nearest = self.nearest(slots, |prices| prices.are_known() && !prices.are_open());
+        // Of a number of slots that was never tried, steps count all the same: those over the nearest one may be long over.
+        let own = self.prices.get(running);
+        let waited_steps = own.map_or(0, |prices| prices.since_exploration);
         let rests = nearest.is_some_and(|prices| {
-            let may_scout = prices.are_due() && self.scouting_debt_seconds == 0.0;
+            let is_due = prices.are_due() || waited_steps >= prices.exploration_steps;
+            let may_scout = is_due && self.scouting_debt_seconds == 0.0;
             prices.plain_steps > 0 && (drafting >= scouts || !may_scout)
         });
         self.adaptive && rests
@@ -664,6 +668,26 @@ mod tests {
         world.chances = vec![0.9; 8];
         let awake = |policy: &WidthPolicy| !policy.lets_rest(7, 7);
         assert!(run_eight(&mut policy, &mut world, 1, 4000, awake));
+    }
+
+    #[test]
+    fn a_number_of_slots_that_was_never_tried_does_not_rest_for_ever() {
+        let mut world = good_world();
+        world.chances = vec![0.05; 8];
+        let mut policy = WidthPolicy::new(true, 64, 8);
+        let rests = |policy: &WidthPolicy| policy.lets_rest(7, 7);
+        assert!(run_eight(&mut policy, &mut world, 8, 150, rests));
+        // From here on it is twelve of them, of which all rest.
+        let is_scouted = (0..2 * LONGEST_EXPLORATION_STEPS).any(|_| {
+            let members = Members {
+                resting: 12,
+                ..Members::default()
+            };
+            assert_eq!(policy.choose(12, &members, 8), 1);
+            policy.record_target(12, 1, world.target[1]);
+            !policy.lets_rest(11, 0)
+        });
+        assert!(is_scouted);
     }
 
     #[test]
