@@ -210,7 +210,8 @@ fn penalise(logits: &mut [f32], context: Context<'_>) {
         for id in seen {
             let logit = &mut logits[id as usize];
             *logit = if *logit > 0.0 {
-                *logit / sampling.repetition_penalty
+                // A penalty close to 0 asks for more than there is; that is no fault of the model.
+                (*logit / sampling.repetition_penalty).min(f32::MAX)
             } else {
                 *logit * sampling.repetition_penalty
             };
@@ -283,6 +284,20 @@ mod tests {
         Sampling {
             temperature: 0.0,
             ..Sampling::default()
+        }
+    }
+
+    #[test]
+    fn a_penalty_close_to_zero_is_no_fault_of_the_logits() {
+        for temperature in [0.0, 1.0] {
+            let sampling = Sampling {
+                temperature,
+                repetition_penalty: 1e-38,
+                logit_bias: vec![(0, 100.0)],
+                ..Sampling::default()
+            };
+            let chosen = Sampler::default().choose(&[1.0, 5.0, -2.0], context(&sampling, 3, &[1]));
+            assert_eq!(chosen, Ok(1), "{temperature}");
         }
     }
 
