@@ -447,16 +447,19 @@ impl Stepper {
         };
         for &slot in slots {
             let row_index = slot - batch.first_slot;
-            let result = match &fault {
-                Some(fault) => Err(EngineError::StepFailed(fault.clone())),
+            let (progress, committed) = match &fault {
+                Some(fault) => (Err(EngineError::StepFailed(fault.clone())), 0),
                 None => catch_unwind(AssertUnwindSafe(|| {
                     self.commit_row(slot, row_index, &batch.rows[row_index])
                 }))
-                .unwrap_or_else(|panic| Err(EngineError::StepFailed(panic_text(panic.as_ref())))),
+                .unwrap_or_else(|panic| {
+                    let fault = panic_text(panic.as_ref());
+                    (Err(EngineError::StepFailed(fault)), 0)
+                }),
             };
-            match result {
-                Ok((progress, committed)) => {
-                    report.committed_tokens += committed;
+            report.committed_tokens += committed;
+            match progress {
+                Ok(progress) => {
                     if progress == Progress::Finished {
                         self.release(slot, true);
                     }
@@ -519,13 +522,14 @@ impl Stepper {
         speculation.draft(batch.first_slot, parts, target.taps())
     }
 
-    /// Commits what a pass found for the sequence in `slot`, and counts what became of its drafted tokens.
+    /// Commits what a pass found for the sequence in `slot`, and counts what became of its drafted tokens; with how many tokens it committed, also before
+    /// a fault.
     fn commit_row(
         &mut self,
         slot: usize,
         index: usize,
         row: &BatchRow,
-    ) -> Result<(Progress, usize), EngineError> {
+    ) -> (Result<Progress, EngineError>, usize) {
         let now = self.clock.now();
         let Self {
             slots,
@@ -536,12 +540,12 @@ impl Stepper {
             ..
         } = self;
         let Some(sequence) = slots.sequence_mut(slot) else {
-            return Ok((Progress::Running, 0));
+            return (Ok(Progress::Running), 0);
         };
         let end = row.start + row.tokens.len();
         if end <= sequence.cached() {
             // The rows were fed before; this pass was for their taps.
-            return Ok((Progress::Running, 0));
+            return (Ok(Progress::Running), 0);
         }
         let drafted = row.tokens.len().saturating_sub(sequence.pending().len());
         let mut walk = Walk {
@@ -553,8 +557,8 @@ impl Stepper {
             accepted: 0,
         };
         if drafted == 0 {
-            let progress = walk.run(sequence, index, row)?;
-            return Ok((progress, walk.committed));
+            let progress = walk.run(sequence, index, row);
+            return (progress, walk.committed);
         }
         sequence.record_drafted(drafted);
         let progress = walk.run(sequence, index, row);
@@ -568,7 +572,7 @@ impl Stepper {
         if matches!(progress, Ok(Progress::Running)) {
             speculation.record_acceptance(sequence, drafted, walk.accepted);
         }
-        Ok((progress?, walk.committed))
+        (progress, walk.committed)
     }
 }
 

@@ -104,6 +104,23 @@ fn a_perfect_draft_is_accepted_whole_and_the_answer_is_the_same() {
 }
 
 #[test]
+fn tokens_that_were_sent_before_a_fault_in_their_block_are_counted() {
+    let prompt = [1, 2, 3];
+    let ids = simulate(&endless(&prompt, 3)).ids;
+    let target = FakeTarget::new(1, 128).poisoned_by(&[&prompt, &*ids].concat());
+    let drafter = FakeDrafter::new(1, 128, BLOCK_SIZE, perfect);
+    let draft = Draft::Loaded(Box::new(drafter));
+    let (handle, thread, recorded) = start_recorded(target, draft, options(16, None), EOS);
+    let answer = run(&handle, &endless(&prompt, 41));
+    assert_eq!(answer.end, Some(Err(EngineError::NonFiniteLogits)));
+    assert_eq!(answer.ids, ids);
+    handle.drain();
+    thread.join().expect("the engine ends");
+    let counted = value(&recorded, "outrider_generated_tokens_total");
+    assert_eq!(counted, ids.len() as f64);
+}
+
+#[test]
 fn a_narrower_block_size_is_kept_to() {
     let request = endless(&[1, 2, 3], 41);
     let drafter = FakeDrafter::new(1, 128, BLOCK_SIZE, perfect);
