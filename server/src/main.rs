@@ -169,6 +169,7 @@ fn serve(config: Config, sources: Sources) -> Result<(), ExitCode> {
     }
     match ending {
         Ok(Ending::Stopped) => Ok(()),
+        Ok(Ending::Abandoned) => signal_hook::low_level::exit(0),
         Ok(Ending::CannotServe(reason)) => {
             tracing::error!(reason, "the model cannot be served");
             Err(Failure::Model.into())

@@ -51,6 +51,9 @@ pub struct LoadContext {
 pub enum Ending {
     /// A signal asked for it.
     Stopped,
+    /// A signal asked for it, and the thread of the model is still in the middle of a load or a step: the process must end without the handlers of an
+    /// orderly exit, which take the runtime down under it or wait for it.
+    Abandoned,
     /// The model could not be loaded.
     CannotServe(String),
     /// The engine ended by itself after it had started.
@@ -192,13 +195,19 @@ pub async fn run(
                 }
             }
         });
-        let _ = timeout(ENGINE_END, ended).await;
+        has_ended = timeout(ENGINE_END, ended).await.is_ok();
     }
     // Any other ending is told by the caller, as the error it is.
-    if ending == Ending::Stopped {
-        tracing::info!("stopped");
+    if ending != Ending::Stopped {
+        return Ok(ending);
     }
-    Ok(ending)
+    if has_ended {
+        tracing::info!("stopped");
+        Ok(Ending::Stopped)
+    } else {
+        tracing::warn!("stopped without the end of the load or step that is under way");
+        Ok(Ending::Abandoned)
+    }
 }
 
 /// Has the configuration read again when asked; returns the signal that stops the server, or how the loader ended.

@@ -43,6 +43,7 @@ pub fn start(
             let mut watcher = Watcher {
                 state,
                 on_ready: Some(on_ready),
+                looks: Looks::begin(Instant::now()),
                 ping: systemd::watchdog_interval().map(|interval| (interval, Instant::now())),
             };
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
@@ -55,6 +56,7 @@ pub fn start(
 struct Watcher<F> {
     state: web::Data<State>,
     on_ready: Option<F>,
+    looks: Looks,
     /// How often systemd wants to hear from the server, and when it is time again.
     ping: Option<(Duration, Instant)>,
 }
@@ -72,6 +74,8 @@ impl<F: FnOnce()> Watcher<F> {
             .state
             .backend()
             .and_then(|backend| backend.heartbeat_age());
+        let seen = self.looks.look(Instant::now(), settings.stall_limit);
+        let age = age.map(|age| age.min(seen));
         if let Some(age) = age.filter(|age| *age > settings.stall_limit) {
             end(&self.state, age, settings.stall_limit);
         }
@@ -83,6 +87,31 @@ impl<F: FnOnce()> Watcher<F> {
             systemd::notify(&[NotifyState::Watchdog]);
             *due = Instant::now() + *interval;
         }
+    }
+}
+
+/// For how long the engine has been looked at without a gap. In a gap the whole process stood still, or its machine, and the engine is not to blame.
+#[derive(Clone, Copy, Debug)]
+struct Looks {
+    first: Instant,
+    latest: Instant,
+}
+
+impl Looks {
+    fn begin(now: Instant) -> Self {
+        Self {
+            first: now,
+            latest: now,
+        }
+    }
+
+    /// Another look; how long there has been none missing, where half a stall is one.
+    fn look(&mut self, now: Instant, stall_limit: Duration) -> Duration {
+        if now.saturating_duration_since(self.latest) > stall_limit / 2 {
+            self.first = now;
+        }
+        self.latest = now;
+        now.saturating_duration_since(self.first)
     }
 }
 
@@ -114,4 +143,26 @@ fn end(state: &web::Data<State>, age: Duration, limit: Duration) -> ! {
     }
     // Without the handlers of an orderly exit: they wait for the thread that hangs.
     signal_hook::low_level::exit(STALLED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_the_whole_process_stood_still_is_no_stall() {
+        let second = Duration::from_secs(1);
+        let limit = 10 * second;
+        let began = Instant::now();
+        let mut looks = Looks::begin(began);
+        // Slow looks are looks.
+        for at in [1, 2, 3, 8] {
+            assert_eq!(looks.look(began + at * second, limit), at * second);
+        }
+        // An hour asleep, and then time counts from the first look behind it.
+        let woken = began + 3600 * second;
+        assert_eq!(looks.look(woken, limit), Duration::ZERO);
+        assert_eq!(looks.look(woken + second, limit), second);
+        assert_eq!(looks.look(woken + 5 * second, limit), 5 * second);
+    }
 }

@@ -199,6 +199,30 @@ fn the_server_starts_answers_and_ends_in_order() {
     assert_eq!(life.end(), (Ending::Stopped, vec![stopped.clone()]));
     actix_web::rt::System::new().block_on(events.closed());
 
+    // A load that is under way is left behind, and so is an engine that does not come out of its step.
+    for provides in [false, true] {
+        let (leave, may_leave) = mpsc::channel::<()>();
+        let life = Life::begin("1", move |context| {
+            if provides {
+                (context.provide)(Arc::new(held().0));
+                for latch in Latch::ALL {
+                    context.startup.pass(latch);
+                }
+            }
+            // An error says that the test is over.
+            let _ = may_leave.recv();
+            Ok(())
+        });
+        until(
+            life.admin_address,
+            "/readyz",
+            if provides { "200" } else { "503" },
+        );
+        raise(Signal::SIGTERM).unwrap();
+        assert_eq!(life.end(), (Ending::Abandoned, vec![]));
+        drop(leave);
+    }
+
     // An engine that ends by itself ends the server; requests are told.
     let (life, stream, events, loader) = running("60000");
     drop(events);
