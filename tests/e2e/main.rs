@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         bundles::{
             a_missing_truncated_or_changed_file_stops_the_start_and_is_named,
             a_graph_that_lacks_an_input_stops_the_start_and_names_it,
-            a_device_that_cannot_be_had_stops_the_start,
+            a_device_that_its_graphs_do_not_run_on_stops_the_start,
         },
         determinism::{
             fp32_is_bit_equal_alone_in_a_batch_and_for_every_prefill_chunk,

@@ -1,5 +1,6 @@
 //! The target model below the server: real graphs in real ONNX Runtime sessions, without HTTP and without the engine.
 
+mod device;
 mod goldens;
 mod pair;
 mod prefix_cache;

@@ -50,12 +50,23 @@ pub(super) fn graph_fault(graph: &str, fault: impl Into<String>) -> ModelError {
 ///
 /// ONNX Runtime would map the weights from their file, and what is written into that file later would change the answers of a running server.
 /// So it gets bytes instead, and these are the ones that the manifest names.
+///
+/// # Errors
+///
+/// The graph can't be read or made a session, or has operators that don't run on the provider.
 pub(super) fn open(
     bundle: &VerifiedBundle,
     graph: &str,
     form: Attention,
     options: &SessionOptions,
 ) -> Result<Session, ModelError> {
+    if form == Attention::Native && options.execution_provider != ExecutionProvider::Cpu {
+        return Err(graph_fault(
+            graph,
+            "it has native attention, whose operators run on the CPU only, and serving.runtime.execution_provider is cuda; \
+             export the bundle with --attention portable",
+        ));
+    }
     separate_large_allocations();
     let environment = runtime::environment(&options.library, options.intra_op_threads)?;
     let read = |file: &str| {
