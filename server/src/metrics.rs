@@ -276,7 +276,7 @@ pub const METRICS: &[Metric] = &[
         name: "outrider_plain_steps_total",
         kind: Kind::Counter,
         labels: &["cause"],
-        help: "Steps of a completion without drafted tokens, by cause",
+        help: "Steps of a completion without drafted tokens, by cause: unavailable, off, request, suspended, draft_error, non_finite, context, last_token, catching_up, not_worthwhile",
     },
     Metric {
         name: "outrider_drafted_tokens_total",
