@@ -357,7 +357,7 @@ impl Backend for EngineBackend {
 
     fn submit(
         &self,
-        requests: Vec<Request>,
+        requests: &mut dyn Iterator<Item = Request>,
     ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
         self.engine.submit_all(requests)
     }

@@ -172,30 +172,24 @@ impl EngineHandle {
     /// ready, which are about all of them.
     pub fn submit_all(
         &self,
-        requests: Vec<Request>,
+        requests: &mut dyn Iterator<Item = Request>,
     ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
         let shape = lock(&self.shared.facts).shape.clone();
         let shape = shape.ok_or((0, SubmitError::NotReady))?;
-        for (index, request) in requests.iter().enumerate() {
-            check(request, &shape).map_err(|error| (index, error))?;
-        }
-        let Some(caller) = requests.first().map(|request| Arc::clone(&request.caller)) else {
-            return Ok(Vec::new());
-        };
-        let count = requests.len();
         let since = self.shared.clock.now();
-        let (arrivals, receivers) = requests
-            .into_iter()
-            .map(|request| {
-                let (events, receiver) = unbounded_channel();
-                let waiting = Waiting {
-                    request,
-                    events,
-                    since,
-                };
-                (waiting, receiver)
-            })
-            .unzip();
+        let mut arrivals: Vec<Waiting> = Vec::new();
+        let mut receivers = Vec::new();
+        for (index, request) in requests.enumerate() {
+            check(&request, &shape).map_err(|error| (index, error))?;
+            let (events, receiver) = unbounded_channel();
+            arrivals.push(Waiting {
+                request,
+                events,
+                since,
+            });
+            receivers.push(receiver);
+        }
+        let count = arrivals.len();
         let mut queue = lock(&self.shared.queue);
         if !queue.open {
             return Err((0, SubmitError::NotReady));
@@ -204,12 +198,10 @@ impl EngineHandle {
         // Whoever gets a free slot in the next step does not wait for one.
         let running = self.shared.running.load(Ordering::SeqCst);
         let places = limit + queue.slots.saturating_sub(running);
-        queue
-            .push(&caller, arrivals, places)
-            .map_err(|retry_after| {
-                count_failures("queue_full", count);
-                (0, SubmitError::QueueFull { limit, retry_after })
-            })?;
+        queue.push(&mut arrivals, places).map_err(|retry_after| {
+            count_failures("queue_full", count);
+            (0, SubmitError::QueueFull { limit, retry_after })
+        })?;
         drop(queue);
         self.shared.wake.notify_one();
         Ok(receivers)
@@ -221,7 +213,8 @@ impl EngineHandle {
     ///
     /// As there.
     pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, SubmitError> {
-        let receivers = self.submit_all(vec![request]).map_err(|(_, error)| error)?;
+        let submitted = self.submit_all(&mut std::iter::once(request));
+        let receivers = submitted.map_err(|(_, error)| error)?;
         receivers.into_iter().next().ok_or(SubmitError::NotReady)
     }
 
@@ -462,13 +455,12 @@ fn publish(shared: &Shared, stepper: &Stepper) {
 
 /// Moves waiting requests into free slots; waits when there is nothing to do. False when the engine should end.
 fn admit(shared: &Shared, limits: &EngineLimits, stepper: &mut Stepper, text: &TextSinks) -> bool {
-    let now = shared.clock.now();
     {
         let mut queue = lock(&shared.queue);
         for held in stepper.take_occupancies() {
             queue.record_occupancy(held);
         }
-        queue.expire(limits, now);
+        queue.expire(limits, shared.clock.now());
     }
     while stepper.has_room() {
         // Rows may be copied for a sequence that begins; the queue is open to callers meanwhile.
@@ -480,6 +472,7 @@ fn admit(shared: &Shared, limits: &EngineLimits, stepper: &mut Stepper, text: &T
         let Some((waiting, running)) = next else {
             break;
         };
+        let now = shared.clock.now();
         metrics::histogram!("outrider_queue_wait_seconds")
             .record(now.saturating_duration_since(waiting.since).as_secs_f64());
         let sink = text(&waiting.request.stop);

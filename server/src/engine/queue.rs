@@ -18,6 +18,9 @@ use super::request::{EngineError, Event, Request};
 /// Weight of a new sample of the time that a completion holds its slot.
 const OCCUPANCY_WEIGHT: f64 = 0.125;
 
+/// Slots that are given before a caller of whom nothing waits is forgotten: one who comes back before has no worse turn than those who waited all along.
+const REMEMBERED_TURNS: u64 = 1024;
+
 /// Bounds of the wait that a refused caller is told: a caller who comes back within a second is part of the load,
 /// and nobody knows what the load will be in more than a minute.
 const RETRY_AFTER: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -44,7 +47,7 @@ impl Waiting {
 #[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Of each caller who waits: when they last had a slot since they began to wait, or began to; the lowest number is next among equals.
+    /// Of each caller who waits, or did so lately: when they last were given a slot, or else began to wait; the lowest number is next among equals.
     turns: HashMap<Arc<str>, u64>,
     latest_turn: u64,
     /// Whether requests are taken.
@@ -66,20 +69,23 @@ impl Queue {
             .count()
     }
 
-    /// Lets completions of one caller wait, all of them; in a full queue perhaps in the places of others, which are answered.
+    /// Takes completions of one caller over, all of them; in a full queue perhaps in the places of others, which are answered.
     ///
     /// # Errors
     ///
-    /// There are not places for all, and they are shared fairly: how long to stay away. Nobody has lost a place.
+    /// There are not places for all, and they are shared fairly: how long to stay away. Nobody has lost a place, and nothing was taken over.
     pub(super) fn push(
         &mut self,
-        caller: &Arc<str>,
-        arrivals: Vec<Waiting>,
+        arrivals: &mut Vec<Waiting>,
         capacity: usize,
     ) -> Result<(), Duration> {
+        let Some(first) = arrivals.first() else {
+            return Ok(());
+        };
+        let caller = Arc::clone(&first.request.caller);
         self.forget_gone();
         let mut given_up = self
-            .places_for(caller, arrivals.len(), capacity)
+            .places_for(&caller, arrivals.len(), capacity)
             .ok_or_else(|| self.retry_after())?;
         if !given_up.is_empty() {
             let retry_after = self.retry_after();
@@ -90,10 +96,10 @@ impl Queue {
                 }
             }
         }
-        if !self.turns.contains_key(caller) {
-            self.give_turn(caller);
+        if !self.turns.contains_key(&caller) {
+            self.give_turn(&caller);
         }
-        self.waiting.extend(arrivals);
+        self.waiting.extend(arrivals.drain(..));
         Ok(())
     }
 
@@ -147,12 +153,14 @@ impl Queue {
         self.turns.insert(Arc::clone(caller), self.latest_turn);
     }
 
-    /// Forgets requests whose callers are gone, and callers of whom nothing waits.
+    /// Forgets requests whose callers are gone, and callers of whom nothing waits any more.
     fn forget_gone(&mut self) {
         self.waiting.retain(|waiting| !waiting.events.is_closed());
         let waiting = self.waiting.iter();
         let callers: HashSet<&str> = waiting.map(|it| &*it.request.caller).collect();
-        self.turns.retain(|caller, _| callers.contains(&**caller));
+        let oldest = self.latest_turn.saturating_sub(REMEMBERED_TURNS);
+        self.turns
+            .retain(|caller, turn| *turn > oldest || callers.contains(&**caller));
     }
 
     /// Answers the requests that have waited for too long, and forgets those whose callers are gone.

@@ -28,14 +28,14 @@ pub trait Backend: Send + Sync + 'static {
         (status.phase == Phase::Ready).then_some(status.heartbeat_age)
     }
 
-    /// Validates and queues the completions of one request, all or none; dropping a receiver cancels its completion.
+    /// Validates and queues the completions of one request, all or none, and makes none behind one that does not fit; dropping a receiver cancels its completion.
     ///
     /// # Errors
     ///
     /// Why there are none, with the index of the completion that does not fit the model where it is one.
     fn submit(
         &self,
-        requests: Vec<Request>,
+        requests: &mut dyn Iterator<Item = Request>,
     ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)>;
 
     /// Whether drafting is switched on. It may be so and yet nothing be drafted, see [`EngineStatus::speculation`].

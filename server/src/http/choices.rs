@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::error::TryRecvError;
 
 use super::access::AccessRecord;
 use super::backend::{Backend, ModelCard};
@@ -40,6 +41,19 @@ pub struct Choice {
     /// The seed of its noise.
     pub seed: i64,
     events: Option<UnboundedReceiver<Event>>,
+}
+
+/// Whether a completion has not come to its end, whatever of it was not taken yet.
+fn is_open(events: &mut UnboundedReceiver<Event>) -> bool {
+    loop {
+        match events.try_recv() {
+            Ok(Event::Finished { .. } | Event::Failed(_)) | Err(TryRecvError::Disconnected) => {
+                return false;
+            }
+            Ok(_) => {}
+            Err(TryRecvError::Empty) => return true,
+        }
+    }
 }
 
 /// The completions of one request, in the order of their index: all of the first prompt, then all of the second.
@@ -84,9 +98,17 @@ impl Choices {
         let sampling = sampling(generation, backend.card());
         record.asked(backend, &prompts, generation, &sampling, plan);
         let mut choices = Vec::with_capacity(prompts.len() * generation.n);
-        let mut requests = Vec::with_capacity(choices.capacity());
         for prompt in prompts {
             let prompt = Arc::new(prompt);
+            choices.extend((0..generation.n).map(|choice| Choice {
+                prompt: Arc::clone(&prompt),
+                is_first: choice == 0,
+                seed: choice_seed(plan.seed, choice),
+                events: None,
+            }));
+        }
+        let request = |(index, choice): (usize, &Choice)| {
+            let prompt = &choice.prompt;
             let room = context_tokens.saturating_sub(prompt.tokens.len()).max(1);
             let max_tokens = match (generation.max_tokens, plan.default_max_tokens) {
                 (Some(asked), _) => asked,
@@ -99,32 +121,25 @@ impl Choices {
                 Some(_) => generation.logprobs,
                 None => None,
             };
-            for choice in 0..generation.n {
-                let seed = choice_seed(plan.seed, choice);
-                requests.push(Request {
-                    id: format!("{}/{}", plan.request_id, requests.len()),
-                    caller: plan.caller.0.clone(),
-                    arrived: plan.arrived,
-                    prompt: prompt.tokens.clone(),
-                    max_tokens,
-                    sampling: sampling.clone(),
-                    seed: seed.cast_unsigned(),
-                    stop: generation.stop.clone(),
-                    ignore_eos: generation.ignore_eos,
-                    logprobs: generation.logprobs,
-                    prompt_logprobs,
-                    speculative: plan.speculative,
-                    trace: Trace::waiting(record.span()),
-                });
-                choices.push(Choice {
-                    prompt: prompt.clone(),
-                    is_first: choice == 0,
-                    seed,
-                    events: None,
-                });
+            Request {
+                id: format!("{}/{index}", plan.request_id),
+                caller: plan.caller.0.clone(),
+                arrived: plan.arrived,
+                prompt: prompt.tokens.clone(),
+                max_tokens,
+                sampling: sampling.clone(),
+                seed: choice.seed.cast_unsigned(),
+                stop: generation.stop.clone(),
+                ignore_eos: generation.ignore_eos,
+                logprobs: generation.logprobs,
+                prompt_logprobs,
+                speculative: plan.speculative,
+                trace: Trace::waiting(record.span()),
             }
-        }
-        let receivers = backend.submit(requests).map_err(|(index, error)| {
+        };
+        // One by one, so that prompts that do not fit are not copied.
+        let mut requests = choices.iter().enumerate().map(request);
+        let receivers = backend.submit(&mut requests).map_err(|(index, error)| {
             let prompt = choices.get(index).map(|choice| &choice.prompt);
             ApiError::from_submit(error, prompt.map_or("prompt", |prompt| &prompt.param))
         })?;
@@ -150,6 +165,7 @@ impl Choices {
             .choices
             .iter_mut()
             .filter_map(|choice| choice.events.take())
+            .filter_map(|mut events| is_open(&mut events).then_some(events))
             .count();
         if open > 0 {
             metrics::completions_cancelled(open);
@@ -294,4 +310,33 @@ pub fn random_seed() -> Result<i64, ApiError> {
     getrandom::u64()
         .map(|bits| (bits >> 11).cast_signed())
         .map_err(|error| ApiError::internal(format!("no random seed: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc::unbounded_channel;
+
+    use super::*;
+
+    #[test]
+    fn a_completion_whose_end_was_not_taken_yet_is_not_given_up() {
+        let token = || Event::Token {
+            id: 1,
+            text: String::new(),
+            logprobs: None,
+        };
+        for (events, is_open_then) in [
+            (vec![], true),
+            (vec![token()], true),
+            (vec![token(), Event::Failed(EngineError::Stopped)], false),
+        ] {
+            let (sender, mut receiver) = unbounded_channel();
+            for event in &events {
+                sender.send(event.clone()).unwrap();
+            }
+            assert_eq!(is_open(&mut receiver), is_open_then, "{events:?}");
+            drop(sender);
+            assert!(!is_open(&mut receiver), "nobody is left to end it");
+        }
+    }
 }

@@ -168,18 +168,18 @@ impl Backend for FakeBackend {
 
     fn submit(
         &self,
-        requests: Vec<Request>,
+        requests: &mut dyn Iterator<Item = Request>,
     ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
-        let submit_one = |(index, request): (usize, &Request)| {
-            check(request).map_err(|error| (index, error))?;
+        let submit_one = |(index, request): (usize, Request)| {
+            check(&request).map_err(|error| (index, error))?;
             self.requests.lock().unwrap().push(Request {
                 // A span ends when the last who knows of it is gone.
                 trace: Trace::default(),
                 ..request.clone()
             });
-            (self.answer)(request).map_err(|error| (index, error))
+            (self.answer)(&request).map_err(|error| (index, error))
         };
-        requests.iter().enumerate().map(submit_one).collect()
+        requests.enumerate().map(submit_one).collect()
     }
 
     fn speculation(&self) -> bool {

@@ -102,7 +102,7 @@ impl Backend for TextOnly {
 
     fn submit(
         &self,
-        _requests: Vec<Request>,
+        _requests: &mut dyn Iterator<Item = Request>,
     ) -> Result<Vec<UnboundedReceiver<Event>>, (usize, SubmitError)> {
         Err((0, SubmitError::EmptyPrompt))
     }

@@ -42,13 +42,47 @@ fn callers_who_have_as_many_running_take_turns_however_many_of_theirs_wait() {
 }
 
 #[test]
+fn a_caller_who_comes_back_is_not_behind_one_who_had_a_slot_meanwhile() {
+    let mut queue = Queue::default();
+    let mut receivers = Vec::new();
+    let mut join = |queue: &mut Queue, caller: &str, first: u32| {
+        let (events, receiver) = unbounded_channel();
+        receivers.push(receiver);
+        let request = Request {
+            caller: caller.into(),
+            ..request(&[first], 1)
+        };
+        let since = Instant::now();
+        let waiting = Waiting {
+            request,
+            events,
+            since,
+        };
+        queue.push(&mut vec![waiting], 64).expect("there is room");
+    };
+    for first in 1..=4 {
+        join(&mut queue, "a", first);
+    }
+    join(&mut queue, "b", 5);
+    let mut begun = Vec::new();
+    for first in [None, None, Some(6), None, Some(7), None] {
+        // The one of b that ran has ended, and one of a has the slot meanwhile.
+        begun.extend(queue.next(|_| 0).map(|next| next.request.prompt[0]));
+        if let Some(first) = first {
+            join(&mut queue, "b", first);
+        }
+    }
+    assert_eq!(begun, [1, 5, 2, 6, 3, 7]);
+}
+
+#[test]
 fn completions_of_one_request_that_have_no_places_together_take_nobody_elses() {
     let rig = Rig::start(1, limits(4), Duration::ZERO);
     let gated = rig.stop_at_a_pass();
     let waiting = [1, 2, 3, 4].map(|first| rig.submit("a", &[first], 3).expect("fits"));
     let of_b = |count: u32| {
-        let requests = (11..11 + count).map(|first| rig.request("b", &[first], 3));
-        rig.handle.submit_all(requests.collect())
+        let mut requests = (11..11 + count).map(|first| rig.request("b", &[first], 3));
+        rig.handle.submit_all(&mut requests)
     };
     // A third one would leave a with fewer places than b.
     let refused = of_b(3).err();
