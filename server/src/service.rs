@@ -182,12 +182,12 @@ pub async fn run(
     if let Some(audit) = state.audit() {
         audit.end();
     }
-    if ending == Ending::Stopped
-        && !has_ended
-        && let Some(backend) = state.backend()
-    {
-        // Sessions are closed on their own thread before the process tears down the runtime under them.
-        backend.stop();
+    if ending == Ending::Stopped && !has_ended {
+        // Sessions are closed on their own thread before the process tears down the runtime under them; a load knows no stop.
+        let limit = state.backend().map_or(Duration::ZERO, |backend| {
+            backend.stop();
+            ENGINE_END
+        });
         let ended = pin!(async {
             while let Some(happening) = happenings.recv().await {
                 if matches!(happening, Happening::Ended(_)) {
@@ -195,7 +195,7 @@ pub async fn run(
                 }
             }
         });
-        has_ended = timeout(ENGINE_END, ended).await.is_ok();
+        has_ended = timeout(limit, ended).await.is_ok();
     }
     // Any other ending is told by the caller, as the error it is.
     if ending != Ending::Stopped {

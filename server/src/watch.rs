@@ -74,8 +74,8 @@ impl<F: FnOnce()> Watcher<F> {
             .state
             .backend()
             .and_then(|backend| backend.heartbeat_age());
-        let seen = self.looks.look(Instant::now(), settings.stall_limit);
-        let age = age.map(|age| age.min(seen));
+        let looks = &mut self.looks;
+        let age = age.map(|age| looks.look(Instant::now(), age, settings.stall_limit));
         if let Some(age) = age.filter(|age| *age > settings.stall_limit) {
             end(&self.state, age, settings.stall_limit);
         }
@@ -90,28 +90,34 @@ impl<F: FnOnce()> Watcher<F> {
     }
 }
 
-/// For how long the engine has been looked at without a gap. In a gap the whole process stood still, or its machine, and the engine is not to blame.
+/// The looks at the engine, and the latest gap between two of them: in a gap the whole process stood still, or its machine, and the engine is not to
+/// blame.
 #[derive(Clone, Copy, Debug)]
 struct Looks {
-    first: Instant,
     latest: Instant,
+    resumed: Option<Instant>,
 }
 
 impl Looks {
     fn begin(now: Instant) -> Self {
         Self {
-            first: now,
             latest: now,
+            resumed: None,
         }
     }
 
-    /// Another look; how long there has been none missing, where half a stall is one.
-    fn look(&mut self, now: Instant, stall_limit: Duration) -> Duration {
-        if now.saturating_duration_since(self.latest) > stall_limit / 2 {
-            self.first = now;
+    /// Another look; for how long an engine has stood still that was last heard of `age` ago.
+    fn look(&mut self, now: Instant, age: Duration, stall_limit: Duration) -> Duration {
+        // What is shorter is no stall, and a busy machine holds up a look now and then.
+        let longest = (stall_limit / 2).max(10 * INTERVAL);
+        if now.saturating_duration_since(self.latest) > longest {
+            self.resumed = Some(now);
         }
         self.latest = now;
-        now.saturating_duration_since(self.first)
+        match self.resumed {
+            Some(resumed) => age.min(now.saturating_duration_since(resumed)),
+            None => age,
+        }
     }
 }
 
@@ -152,17 +158,20 @@ mod tests {
     #[test]
     fn time_in_which_the_whole_process_stood_still_is_no_stall() {
         let second = Duration::from_secs(1);
-        let limit = 10 * second;
         let began = Instant::now();
-        let mut looks = Looks::begin(began);
-        // Slow looks are looks.
-        for at in [1, 2, 3, 8] {
-            assert_eq!(looks.look(began + at * second, limit), at * second);
+        for (limit, slow_look) in [(10 * second, 5 * second), (second / 10, second)] {
+            let mut looks = Looks::begin(began);
+            let mut look = |at, age| looks.look(began + at, age, limit);
+            let hour = 3600 * second;
+            assert_eq!(look(second / 10, hour), hour);
+            let at = second / 10 + slow_look;
+            assert_eq!(look(at, hour), hour, "a slow look is one");
+            // Behind an hour asleep time counts from the first look.
+            let woken = at + hour;
+            assert_eq!(look(woken, hour), Duration::ZERO);
+            assert_eq!(look(woken + second / 2, hour), second / 2);
+            assert_eq!(look(woken + second, second / 4), second / 4);
+            assert_eq!(look(woken + 2 * second, hour), 2 * second);
         }
-        // An hour asleep, and then time counts from the first look behind it.
-        let woken = began + 3600 * second;
-        assert_eq!(looks.look(woken, limit), Duration::ZERO);
-        assert_eq!(looks.look(woken + second, limit), second);
-        assert_eq!(looks.look(woken + 5 * second, limit), 5 * second);
     }
 }
