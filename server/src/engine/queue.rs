@@ -1,7 +1,7 @@
 //! Requests that wait for a slot: who may wait, who is next, and who has waited for too long.
 //!
 //! Callers share slots and places fairly, and nobody needs to be configured for that:
-//! a free slot goes to the waiting caller who has the fewest completions running, by turns among equals, and to the one that has waited longest for them;
+//! a free slot goes to the waiting caller who has the fewest completions running, by turns among equals, and of what that caller asked for to what has waited longest;
 //! and when the queue is full, a caller who would still hold no more places than the one who holds most takes the place of that one's newest.
 //! The completions of one request get their places together or not at all.
 //! The queue reads no clock and owns no lock.
@@ -153,7 +153,7 @@ impl Queue {
         self.turns.insert(Arc::clone(caller), self.latest_turn);
     }
 
-    /// Forgets requests whose callers are gone, and callers of whom nothing waits any more.
+    /// Forgets requests whose callers are gone, and in the end callers of whom nothing waits.
     fn forget_gone(&mut self) {
         self.waiting.retain(|waiting| !waiting.events.is_closed());
         let waiting = self.waiting.iter();

@@ -28,7 +28,8 @@ pub trait Backend: Send + Sync + 'static {
         (status.phase == Phase::Ready).then_some(status.heartbeat_age)
     }
 
-    /// Validates and queues the completions of one request, all or none, and makes none behind one that does not fit; dropping a receiver cancels its completion.
+    /// Validates and queues the completions of one request, all or none, and takes none behind one that does not fit; dropping a receiver cancels its
+    /// completion.
     ///
     /// # Errors
     ///
